@@ -1,0 +1,32 @@
+// Table of contents: every operator of the library, once. `*_backward` ops are plain functions; autograd is attached in
+// Python (engram/ops/*.py), which is also why no tensor is
+// keyword-only: register_autograd does not take such schemas. Meaning, shapes and errors: the docstrings there.
+#include "device.h"
+
+STABLE_TORCH_LIBRARY(ENGRAM_LIBRARY, m) {
+  m.def(
+      "ngram_hash(Tensor token_ids, Tensor multipliers, Tensor moduli, Tensor offsets, int pad_id, "
+      "Tensor? token_map=None, Tensor? document_ids=None, Tensor? mask=None, Tensor? history=None) -> Tensor");
+
+  m.def("embedding(Tensor table, Tensor rows, int? row_begin=None, Tensor? mask=None) -> Tensor");
+  m.def(
+      "embedding_backward(Tensor grad_out, Tensor rows, SymInt num_rows, int? row_begin=None, Tensor? mask=None) "
+      "-> Tensor");
+
+  m.def(
+      "gate(Tensor hidden, Tensor key, Tensor value, Tensor? hidden_weight, Tensor? key_weight, float eps, "
+      "float clamp=1e-6, str zero_rule=\"sign\", Tensor? mask=None, bool residual=False) -> (Tensor out, Tensor stats)");
+  m.def(
+      "gate_backward(Tensor grad_out, Tensor hidden, Tensor key, Tensor value, Tensor? hidden_weight, Tensor? key_weight, "
+      "Tensor stats, float clamp=1e-6, str zero_rule=\"sign\", Tensor? mask=None, bool residual=False) -> "
+      "(Tensor grad_hidden, Tensor grad_key, Tensor grad_value, Tensor grad_hidden_weight, Tensor grad_key_weight)");
+
+  m.def(
+      "short_conv(Tensor x, Tensor weight, Tensor? norm_weight, int dilation, float eps=1e-5, "
+      "str? activation=\"silu\", bool residual=True, Tensor? document_ids=None, Tensor? mask=None) -> "
+      "(Tensor out, Tensor rstd)");
+  m.def(
+      "short_conv_backward(Tensor grad_out, Tensor x, Tensor weight, Tensor? norm_weight, Tensor rstd, int dilation, "
+      "str? activation=\"silu\", bool residual=True, Tensor? document_ids=None, Tensor? mask=None) -> "
+      "(Tensor grad_x, Tensor grad_weight, Tensor grad_norm_weight)");
+}

@@ -1,0 +1,150 @@
+// Vectors of one width on every instruction set: 16 floats or 8 doubles, so sums are taken in the same order everywhere.
+// Included once per instruction set by the kernel bodies (no include guard; see foreach_isa.h). GCC vector extensions do
+// the arithmetic; intrinsics appear only where the compiler has no good way of its own (half conversions, reciprocal).
+
+#undef ENGRAM_INLINE
+#undef ENGRAM_INLINE_LAMBDA
+#define ENGRAM_INLINE ENGRAM_TARGET __attribute__((always_inline)) inline
+#define ENGRAM_INLINE_LAMBDA ENGRAM_TARGET __attribute__((always_inline))  // lambdas do not inherit the target pragma
+
+namespace engram::cpu::ENGRAM_ISA {
+
+typedef float f32 __attribute__((vector_size(64)));
+typedef double f64 __attribute__((vector_size(64)));
+typedef int32_t i32 __attribute__((vector_size(64)));
+typedef uint32_t u32 __attribute__((vector_size(64)));
+typedef uint16_t u16 __attribute__((vector_size(32)));
+
+template <typename A> struct VecOf;
+template <> struct VecOf<float> { using type = f32; };
+template <> struct VecOf<double> { using type = f64; };
+template <typename A> using vec = typename VecOf<A>::type;
+template <typename A> constexpr int64_t kLanes = 64 / sizeof(A);
+
+// ------------------------------------------------------------------------------------------------ load and store
+
+ENGRAM_INLINE f64 load(const double* p) { f64 v; std::memcpy(&v, p, sizeof v); return v; }
+ENGRAM_INLINE f32 load(const float* p) { f32 v; std::memcpy(&v, p, sizeof v); return v; }
+ENGRAM_INLINE f32 load(const BFloat16* p) {
+  u16 h;
+  std::memcpy(&h, p, sizeof h);
+  return reinterpret_cast<f32>(__builtin_convertvector(h, u32) << 16);
+}
+ENGRAM_INLINE f32 load(const Half* p) {
+  f32 v;
+#if defined(ENGRAM_HAS_AVX512)
+  v = reinterpret_cast<f32>(_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#elif defined(ENGRAM_HAS_F16C)
+  for (int i = 0; i < 2; ++i) {
+    const __m256 half = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + i));
+    std::memcpy(reinterpret_cast<char*>(&v) + 32 * i, &half, sizeof half);
+  }
+#else
+  for (int i = 0; i < 16; ++i) v[i] = static_cast<float>(p[i]);
+#endif
+  return v;
+}
+
+ENGRAM_INLINE void store(double* p, f64 v) { std::memcpy(p, &v, sizeof v); }
+ENGRAM_INLINE void store(float* p, f32 v) { std::memcpy(p, &v, sizeof v); }
+ENGRAM_INLINE void store(BFloat16* p, f32 v) {  // round to nearest even; NaN stays NaN
+  const u32 bits = reinterpret_cast<u32>(v);
+  const u32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const u32 nan = bits - bits + 0x7fc0u;
+  const u16 h = __builtin_convertvector(v == v ? rounded : nan, u16);
+  std::memcpy(p, &h, sizeof h);
+}
+ENGRAM_INLINE void store(Half* p, f32 v) {
+#if defined(ENGRAM_HAS_AVX512)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_maskz_cvtps_ph(0xffff, reinterpret_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(ENGRAM_HAS_F16C)
+  for (int i = 0; i < 2; ++i) {
+    __m256 half;
+    std::memcpy(&half, reinterpret_cast<const char*>(&v) + 32 * i, sizeof half);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p) + i, _mm256_cvtps_ph(half, _MM_FROUND_TO_NEAREST_INT));
+  }
+#else
+  for (int i = 0; i < 16; ++i) p[i] = static_cast<Half>(v[i]);
+#endif
+}
+
+// The last, partial vector of a row: lanes from n on read as zero and are not written.
+template <typename T> ENGRAM_INLINE vec<accumulate_t<T>> load(const T* p, int64_t n) {
+  T lanes[kLanes<accumulate_t<T>>] = {};
+  std::memcpy(static_cast<void*>(lanes), p, n * sizeof(T));
+  return load(lanes);
+}
+template <typename T> ENGRAM_INLINE void store(T* p, vec<accumulate_t<T>> v, int64_t n) {
+  T lanes[kLanes<accumulate_t<T>>];
+  store(lanes, v);
+  std::memcpy(static_cast<void*>(p), lanes, n * sizeof(T));
+}
+
+template <typename A> ENGRAM_INLINE vec<A> broadcast(A x) { return x - vec<A>{}; }
+
+// One vector-sized step along a row: Full steps load and store whole vectors, the last step of an odd width only n lanes.
+struct Full {
+  template <typename T> ENGRAM_INLINE auto get(const T* p) const { return load(p); }
+  template <typename T> ENGRAM_INLINE void put(T* p, vec<accumulate_t<T>> v) const { store(p, v); }
+};
+struct Tail {
+  int64_t n;
+  template <typename T> ENGRAM_INLINE auto get(const T* p) const { return load(p, n); }
+  template <typename T> ENGRAM_INLINE void put(T* p, vec<accumulate_t<T>> v) const { store(p, v, n); }
+};
+
+// step(lanes, d) for every vector of [begin, end).
+template <typename A, typename Step> ENGRAM_INLINE void for_each_vec(int64_t begin, int64_t end, Step&& step) {
+  int64_t d = begin;
+  for (; d + kLanes<A> <= end; d += kLanes<A>) step(Full{}, d);
+  if (d < end) step(Tail{end - d}, d);
+}
+
+// ------------------------------------------------------------------------------------------------ arithmetic
+
+// The one reduction tree of the library: lane i sums the elements d with d % lanes == i in order of d, then halves fold.
+template <typename A> ENGRAM_INLINE A sum(vec<A> v) {
+  A lanes[kLanes<A>];
+  std::memcpy(lanes, &v, sizeof v);
+  for (int64_t half = kLanes<A> / 2; half > 0; half /= 2) {
+    for (int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+// sigmoid(x) = 1 / (1 + 2^y), y = -x log2(e) split into integer and fraction; the polynomial is 2^f on [-1/2, 1/2].
+ENGRAM_INLINE f32 sigmoid(f32 x) {
+  f32 y = x * -1.44269504088896341f;
+  y = y > 126.0f ? broadcast(126.0f) : y;     // beyond, the result is below the smallest normal number
+  y = y < -126.0f ? broadcast(-126.0f) : y;   // beyond, the result is 1
+  const f32 shifted = y + 12582912.0f;        // 1.5 * 2^23: the integer part lands in the low mantissa bits
+  const f32 f = y - (shifted - 12582912.0f);
+  const i32 exponent = reinterpret_cast<i32>(shifted) << 23;
+  f32 p = f * 1.5403530e-4f + 1.3333558e-3f;
+  p = p * f + 9.6181291e-3f;
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  const f32 power = reinterpret_cast<f32>(reinterpret_cast<i32>(p) + exponent);
+  const f32 result = 1.0f / (1.0f + power);
+  return x == x ? result : x;
+}
+ENGRAM_INLINE f64 sigmoid(f64 x) {
+  for (int i = 0; i < 8; ++i) x[i] = 1.0 / (1.0 + std::exp(-x[i]));
+  return x;
+}
+template <typename A> ENGRAM_INLINE A sigmoid_scalar(A x) { return A(1) / (A(1) + std::exp(-x)); }
+
+// Sum of squares of a row.
+template <typename T> ENGRAM_INLINE accumulate_t<T> sum_squares(const T* x, int64_t n) {
+  using A = accumulate_t<T>;
+  vec<A> acc{};
+  for_each_vec<A>(0, n, [&](auto lanes, int64_t d) ENGRAM_INLINE_LAMBDA {
+    const vec<A> v = lanes.get(x + d);
+    acc += v * v;
+  });
+  return sum<A>(acc);
+}
+
+}  // namespace engram::cpu::ENGRAM_ISA

@@ -1,0 +1,36 @@
+"""The Engram layer for PyTorch: hashed n-gram memory tables, a context gate and a short convolution.
+
+``engram.ops`` holds the operators, ``engram.nn`` the modules, ``engram.reference`` the same operators in plain PyTorch.
+"""
+
+from pathlib import Path
+
+import torch  # noqa: F401  (loads libtorch, which _C needs)
+
+try:
+    import engram._C as _C  # importing it registers torch.ops.engram.*
+except ImportError as error:
+    raise ImportError(
+        f"engram's compiled part (engram._C) cannot be loaded from {Path(__file__).parent}: install the package with "
+        f"`python -m pip install .` (or `-e .` inside the source tree) in this environment ({error})"
+    ) from error
+
+from engram import nn, ops, reference
+from engram.config import EngramConfig
+from engram.vocab import TokenMap
+
+__version__ = "0.1.0"
+__all__ = ["EngramConfig", "TokenMap", "build_info", "nn", "ops", "reference"]
+
+
+def build_info() -> dict:
+    """What this installation is: keys ``version``, ``torch`` (``built`` and ``running``), ``compiler``, ``cpu`` (instruction
+    set in use) and ``cuda`` (GPU architectures of the kernels, or None)."""
+    info = _C.build_info()
+    return {
+        "version": __version__,
+        "torch": {"built": info["torch"], "running": torch.__version__},
+        "compiler": info["compiler"],
+        "cpu": info["cpu"],
+        "cuda": info["cuda"],
+    }

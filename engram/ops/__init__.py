@@ -1,0 +1,8 @@
+"""The operators of the Engram layer, over ``torch.ops.engram``; ``engram.reference`` has the same functions in plain PyTorch."""
+
+from engram.ops.embedding import embedding
+from engram.ops.gate import gate
+from engram.ops.ngram_hash import ngram_hash
+from engram.ops.short_conv import short_conv
+
+__all__ = ["embedding", "gate", "ngram_hash", "short_conv"]

@@ -1,0 +1,109 @@
+"""Short causal convolution: public function, fake kernels, autograd."""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from engram.ops._fake import accumulate_dtype, same_device
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor | None = None,
+    *,
+    dilation: int,
+    eps: float = 1e-5,
+    activation: str | None = "silu",
+    residual: bool = True,
+    document_ids: Tensor | None = None,
+    mask: Tensor | None = None,
+    state=None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """Dilated causal depthwise convolution of the RMS-normalised input (arXiv:2601.07372, equation 5; the released demo).
+
+    ``out[t] = x[t] + silu(sum_j weight[..., j] * n[t - (K - 1 - j) * dilation])``, ``n = rms(x) * norm_weight`` per branch, with
+    sums in float32 (float64 for float64) and one rounding at the end.
+
+    Args:
+        x: ``[B, T, G, D]``, float64, float32, bfloat16 or float16.
+        weight: ``[G, D, K]``, any float dtype; tap K - 1 is the current token.
+        norm_weight: ``[G, D]``, any float dtype; None: no norm.
+        dilation: distance in tokens between two taps, at least 1.
+        eps: added to the mean square under the root.
+        activation: ``"silu"`` or None.
+        residual: add ``x``.
+        document_ids: integer ``[B, T]``: no tap reaches across a change of id.
+        mask: bool ``[B, T]``; False: the position contributes to no other, its own output is zero (``x`` bit for bit with
+            ``residual``).
+        state: not available yet.
+        lengths: integer ``[B]``: positions from ``lengths[b]`` on count as masked.
+
+    Returns:
+        ``[B, T, G, D]`` in x's dtype.
+
+    Raises:
+        ValueError: a wrong dtype, shape, device or value.
+        NotImplementedError: ``state`` is not None.
+    """
+    if state is not None:
+        raise NotImplementedError("short_conv: state is not available yet, pass the whole sequence (state=None)")
+    if lengths is not None:
+        mask = mask_of_lengths("short_conv", x.shape[0], x.shape[1], lengths, mask, x.device)
+    return torch.ops.engram.short_conv(
+        x,
+        weight,
+        norm_weight,
+        dilation=dilation,
+        eps=eps,
+        activation=activation,
+        residual=residual,
+        document_ids=document_ids,
+        mask=mask,
+    )[0]
+
+
+def mask_of_lengths(op: str, batch: int, tokens: int, lengths: Tensor, mask: Tensor | None, device) -> Tensor:
+    """``mask`` (or all True), False from ``lengths[b]`` on; bool ``[batch, tokens]``."""
+    if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
+        raise ValueError(f"{op}: lengths must be integer [B] = [{batch}], got {lengths.dtype} {list(lengths.shape)}")
+    within = torch.arange(tokens, device=device) < lengths[:, None]
+    return within if mask is None else within & mask
+
+
+@torch.library.register_fake("engram::short_conv")
+def _(x, weight, norm_weight, dilation, eps=1e-5, activation="silu", residual=True, document_ids=None, mask=None):
+    same_device("short_conv", x=x, weight=weight, norm_weight=norm_weight, document_ids=document_ids, mask=mask)
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=accumulate_dtype(x))
+
+
+@torch.library.register_fake("engram::short_conv_backward")
+def _(grad_out, x, weight, norm_weight, rstd, dilation, activation="silu", residual=True, document_ids=None, mask=None):
+    same_device("short_conv_backward", grad_out=grad_out, x=x, weight=weight, norm_weight=norm_weight, rstd=rstd)
+    if norm_weight is None:
+        grad_norm_weight = x.new_empty((0,), dtype=accumulate_dtype(x))
+    else:
+        grad_norm_weight = norm_weight.new_empty(norm_weight.shape)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), grad_norm_weight
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, dilation, _eps, activation, residual, document_ids, mask = inputs
+    _, rstd = output
+    ctx.mark_non_differentiable(rstd)
+    ctx.save_for_backward(*tensors, rstd, document_ids, mask)
+    ctx.options = {"dilation": dilation, "activation": activation, "residual": residual}
+
+
+@once_differentiable
+def _backward(ctx, grad_out, _):
+    *tensors, rstd, document_ids, mask = ctx.saved_tensors
+    grads = torch.ops.engram.short_conv_backward(
+        grad_out, *tensors, rstd, document_ids=document_ids, mask=mask, **ctx.options
+    )
+    grads = (None if tensor is None else grad for tensor, grad in zip(tensors, grads))
+    return *grads, None, None, None, None, None, None
+
+
+torch.library.register_autograd("engram::short_conv", _backward, setup_context=_setup_context)

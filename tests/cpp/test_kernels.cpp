@@ -1,0 +1,366 @@
+// The CPU kernels without Python: every buffer is a heap block of exactly the stated size, so that the sanitizers see any
+// access outside, and the results are held against the formulas of the headers, written here as plain scalar loops in double.
+#include <cmath>
+#include <cstdio>
+#include <functional>
+#include <limits>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels/cpu/isa.h"
+#include "kernels/embedding.h"
+#include "kernels/gate.h"
+#include "kernels/ngram_hash.h"
+#include "kernels/short_conv.h"
+
+namespace {
+
+using engram::accumulate_t;
+using engram::BFloat16;
+using engram::Half;
+
+int passed = 0, failed = 0;
+void check(bool ok, const std::string& what) {
+  ok ? ++passed : ++failed;
+  if (!ok) std::printf("FAILED %s\n", what.c_str());
+}
+
+std::mt19937_64 rng(0);
+int64_t uniform(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(rng); }
+template <typename T> std::vector<T> normal(int64_t n) {
+  std::vector<T> v(n);
+  for (T& x : v) x = static_cast<T>(std::normal_distribution<double>()(rng));
+  return v;
+}
+// A bool array of exact size; std::vector<bool> has no data().
+struct Mask {
+  std::vector<char> bytes;
+  explicit Mask(int64_t n, double keep = 0.8) : bytes(n) {
+    for (char& b : bytes) b = std::bernoulli_distribution(keep)(rng);
+  }
+  const bool* data() const { return reinterpret_cast<const bool*>(bytes.data()); }
+};
+
+template <typename T> double tolerance() { return 1e-11; }
+template <> double tolerance<float>() { return 3e-5; }
+template <> double tolerance<Half>() { return 3e-3; }
+template <> double tolerance<BFloat16>() { return 2e-2; }
+
+template <typename T> void close(const std::vector<T>& got, const std::vector<double>& want, const std::string& what) {
+  double error = 0, norm = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    error += std::pow(static_cast<double>(got[i]) - want[i], 2);
+    norm += want[i] * want[i];
+  }
+  check(got.size() == want.size() && std::sqrt(error) <= tolerance<T>() * std::sqrt(norm) + 1e-300, what);
+}
+
+// ------------------------------------------------------------------------------------------------ ngram_hash
+
+void test_ngram_hash(int64_t B, int64_t T, int64_t L, int64_t N, int64_t H) {
+  const int64_t C = (N - 1) * H, V = 50, pad = 2;
+  std::vector<int64_t> ids(B * T), multipliers(L * N), moduli(L * C), offsets(L * C), documents(B * T), history(B * (N - 1));
+  std::vector<int32_t> map(V);
+  for (auto& x : ids) x = uniform(0, V - 1);
+  for (auto& x : map) x = static_cast<int32_t>(uniform(0, 40));
+  for (auto& x : multipliers) x = uniform(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max());
+  for (auto& x : moduli) x = uniform(0, 3) ? uniform(1, int64_t{1} << uniform(0, 62)) : std::numeric_limits<int64_t>::max();
+  for (auto& x : offsets) x = uniform(0, 1000);
+  for (auto& x : documents) x = uniform(0, 9) / 9;
+  for (auto& x : history) x = uniform(-1, V - 1);
+  const Mask mask(B * T);
+  std::vector<int64_t> rows(L * B * T * C, -1);
+  const engram::NgramHash a{ids.data(), multipliers.data(), moduli.data(), offsets.data(), map.data(), documents.data(),
+                            mask.data(), history.data(), rows.data(), map[pad], B, T, L, N, C, V};
+  const int64_t cut = uniform(0, B * T);  // any split into ranges gives the same rows
+  bool ok = engram::cpu::ngram_hash_bad_history(a) == engram::kNoBadId;
+  ok &= engram::cpu::ngram_hash(a, cut, B * T) == engram::kNoBadId && engram::cpu::ngram_hash(a, 0, cut) == engram::kNoBadId;
+  for (int64_t b = 0; b < B; ++b) {
+    for (int64_t t = 0; t < T; ++t) {
+      std::vector<int64_t> window(N, map[pad]);
+      for (int64_t s = 0, p = t; s < N; ++s, --p) {
+        if (p >= 0 ? !mask.data()[b * T + p] : history[b * (N - 1) + N - 1 + p] < 0) break;
+        if (p < t && p + 1 > 0 && p >= 0 && documents[b * T + p] != documents[b * T + p + 1]) break;
+        window[s] = map[p >= 0 ? ids[b * T + p] : history[b * (N - 1) + N - 1 + p]];
+      }
+      for (int64_t l = 0; l < L; ++l) {
+        uint64_t mix = 0;
+        for (int64_t n = 0; n < N; ++n) {
+          mix ^= static_cast<uint64_t>(window[n]) * static_cast<uint64_t>(multipliers[l * N + n]);
+          for (int64_t h = 0; n > 0 && h < H; ++h) {
+            const int64_t c = (n - 1) * H + h, p = moduli[l * C + c];
+            const __int128 r = static_cast<__int128>(static_cast<int64_t>(mix)) % p;
+            ok &= rows[((l * B + b) * T + t) * C + c] == offsets[l * C + c] + static_cast<int64_t>(r < 0 ? r + p : r);
+          }
+        }
+      }
+    }
+  }
+  check(ok, "ngram_hash");
+  if (B * T > 0) {
+    std::vector<char> all(B * T, 1);
+    engram::NgramHash bad = a;
+    bad.mask = reinterpret_cast<const bool*>(all.data());
+    ids[B * T - 1] = V;
+    check(engram::cpu::ngram_hash(bad, 0, B * T) == B * T - 1, "ngram_hash reports an id outside the map");
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ embedding
+
+void sort_keys(std::vector<int64_t>& keys, int bits) {
+  const int64_t chunks = uniform(1, 5);
+  std::vector<int64_t> scratch(keys.size()), starts(chunks * engram::cpu::kSortBuckets);
+  const engram::cpu::SortKeys sort{keys.data(), scratch.data(), starts.data(), static_cast<int64_t>(keys.size()), chunks, bits};
+  for (int64_t i = 0; i < chunks; ++i) engram::cpu::sort_count(sort, i);
+  engram::cpu::sort_offsets(sort);
+  for (int64_t i = 0; i < chunks; ++i) engram::cpu::sort_scatter(sort, i);
+  for (int64_t i = 0; i < engram::cpu::kSortBuckets; ++i) engram::cpu::sort_bucket(sort, i);
+}
+
+template <typename T, typename Index> void test_embedding(int64_t tokens, int64_t C, int64_t R, int64_t d, bool shard) {
+  const int64_t slots = tokens * C, begin = shard ? 3 : 0;
+  const auto table = normal<T>(R * d), grad_out = normal<T>(slots * d);
+  std::vector<Index> rows(slots);
+  for (auto& r : rows) r = static_cast<Index>(shard ? uniform(0, R + 6) : uniform(0, R - 1));
+  const Mask mask(tokens);
+  std::vector<T> out(slots * d, T(7));
+  const engram::EmbeddingForward<Index> forward{reinterpret_cast<const char*>(table.data()), rows.data(), mask.data(),
+                                                reinterpret_cast<char*>(out.data()), slots, C, R, d * int64_t{sizeof(T)}, begin, shard};
+  const int64_t cut = uniform(0, slots);
+  bool ok = engram::cpu::embedding_forward(forward, 0, cut) == engram::kNoBadRow;
+  ok &= engram::cpu::embedding_forward(forward, cut, slots) == engram::kNoBadRow;
+  std::vector<double> grad(R * d);
+  for (int64_t slot = 0; slot < slots; ++slot) {
+    const int64_t row = int64_t{rows[slot]} - begin;
+    const bool used = mask.data()[slot / C] && row >= 0 && row < R;
+    for (int64_t i = 0; i < d; ++i) {
+      ok &= static_cast<double>(out[slot * d + i]) == (used ? static_cast<double>(table[row * d + i]) : 0.0);
+      if (used) grad[row * d + i] += static_cast<double>(grad_out[slot * d + i]);
+    }
+  }
+  check(ok, "embedding forward");
+
+  int slot_bits = 0, row_bits = 0;
+  while (slots >> slot_bits) ++slot_bits;
+  while (R >> row_bits) ++row_bits;
+  std::vector<int64_t> keys(slots);
+  const engram::EmbeddingKeys<Index> k{rows.data(), mask.data(), keys.data(), slots, C, R, begin, shard, slot_bits};
+  ok = engram::cpu::embedding_keys(k, 0, slots) == engram::kNoBadRow;
+  sort_keys(keys, row_bits + slot_bits);
+  for (int64_t i = 1; i < slots; ++i) ok &= keys[i - 1] < keys[i];
+  check(ok, "embedding keys are sorted and distinct");
+  std::vector<T> grad_table(R * d, T(0));
+  const engram::EmbeddingBackward<T> backward{grad_out.data(), keys.data(), grad_table.data(), nullptr, slots, R, d, slot_bits};
+  engram::cpu::embedding_backward(backward, cut, slots);
+  engram::cpu::embedding_backward(backward, 0, cut);
+  close(grad_table, grad, "embedding backward");
+}
+
+// ------------------------------------------------------------------------------------------------ gate
+
+// The gradient of f with respect to x in double, by central differences: independent of the analytic formulas under test.
+std::vector<double> numeric(std::vector<double>& x, const std::function<double()>& f) {
+  std::vector<double> grad(x.size());
+  for (size_t i = 0; i < x.size(); ++i) {
+    const double h = 1e-5, keep = x[i];
+    x[i] = keep + h;
+    const double up = f();
+    x[i] = keep - h;
+    grad[i] = (up - f()) / (2 * h);
+    x[i] = keep;
+  }
+  return grad;
+}
+template <typename T> std::vector<double> to_double(const std::vector<T>& v) {
+  std::vector<double> out(v.size());
+  for (size_t i = 0; i < v.size(); ++i) out[i] = static_cast<double>(v[i]);
+  return out;
+}
+
+template <typename H, typename K> void test_gate(int64_t n, int64_t G, int64_t D, bool residual, bool gradients) {
+  using A = accumulate_t<H>;
+  const auto hidden = normal<H>(n * G * D), grad_out = normal<H>(n * G * D);
+  const auto key = normal<K>(n * G * D), value = normal<K>(n * D);
+  const auto weight = normal<A>(G * D);
+  const Mask mask(n);
+  const engram::GateOptions<A> options{A(1e-6), A(1e-6), true, true, false, residual};
+  std::vector<H> out(n * G * D, H(7));
+  std::vector<A> stats(n * G * 3, A(7));
+  const engram::GateForward<H, K> forward{hidden.data(), key.data(), value.data(), weight.data(), mask.data(), out.data(),
+                                          stats.data(), n, G, D, options};
+  const int64_t cut = uniform(0, n);
+  engram::cpu::gate_forward(forward, cut, n);
+  engram::cpu::gate_forward(forward, 0, cut);
+
+  auto h = to_double(hidden), k = to_double(key), v = to_double(value), w = to_double(weight);
+  const auto oracle = [&] {
+    std::vector<double> y(n * G * D);
+    for (int64_t i = 0; i < n * G; ++i) {
+      double hh = 0, kk = 0, hk = 0;
+      for (int64_t d = 0; d < D; ++d) {
+        hh += h[i * D + d] * h[i * D + d];
+        kk += k[i * D + d] * k[i * D + d];
+        hk += h[i * D + d] * k[i * D + d] * w[i % G * D + d];
+      }
+      const double s = hk / std::sqrt((hh / D + 1e-6) * (kk / D + 1e-6) * D);
+      const double u = std::copysign(std::sqrt(std::max(std::abs(s), 1e-6)), s);
+      for (int64_t d = 0; d < D; ++d) {
+        const bool on = mask.data()[i / G];
+        y[i * D + d] = (on ? v[i / G * D + d] / (1 + std::exp(-u)) : 0) + (residual ? h[i * D + d] : 0);
+      }
+    }
+    return y;
+  };
+  close(out, oracle(), "gate forward");
+
+  const int64_t parts = 3;
+  std::vector<H> grad_hidden(n * G * D, H(7));
+  std::vector<K> grad_key(n * G * D, K(7)), grad_value(n * D, K(7));
+  std::vector<A> partials(parts * G * D, A(7)), grad_hidden_weight(G * D), grad_key_weight(G * D);
+  const std::vector<A> ones(G * D, A(1));
+  const engram::GateBackward<H, K> backward{grad_out.data(), hidden.data(), key.data(), value.data(), weight.data(), stats.data(),
+                                            mask.data(), grad_hidden.data(), grad_key.data(), grad_value.data(), partials.data(),
+                                            n, G, D, parts, options};
+  for (int64_t p = parts; p-- > 0;) engram::cpu::gate_backward(backward, p, p + 1);
+  engram::cpu::gate_weights(engram::GateWeights<A>{partials.data(), weight.data(), ones.data(), grad_hidden_weight.data(),
+                                                   grad_key_weight.data(), parts, G * D}, 0, G * D);
+  if (!gradients) return;
+  const auto loss = [&] {
+    const auto y = oracle();
+    double total = 0;
+    for (size_t i = 0; i < y.size(); ++i) total += y[i] * static_cast<double>(grad_out[i]);
+    return total;
+  };
+  const auto near = [](const auto& got, const std::vector<double>& want, const char* what) {
+    double error = 0, norm = 0;
+    for (size_t i = 0; i < want.size(); ++i) {
+      error += std::pow(static_cast<double>(got[i]) - want[i], 2);
+      norm += want[i] * want[i];
+    }
+    check(std::sqrt(error) <= 1e-5 * std::sqrt(norm) + 1e-9, what);
+  };
+  near(grad_hidden, numeric(h, loss), "gate grad_hidden");
+  near(grad_key, numeric(k, loss), "gate grad_key");
+  near(grad_value, numeric(v, loss), "gate grad_value");
+  near(grad_hidden_weight, numeric(w, loss), "gate grad_hidden_weight");
+}
+
+// ------------------------------------------------------------------------------------------------ short_conv
+
+template <typename T>
+void test_short_conv(int64_t B, int64_t N, int64_t G, int64_t D, int64_t K, int64_t dilation, bool norm, bool gradients) {
+  using A = accumulate_t<T>;
+  const auto x = normal<T>(B * N * G * D), grad_out = normal<T>(B * N * G * D);
+  const auto weight = normal<A>(G * D * K), norm_weight = normal<A>(G * D);
+  std::vector<int64_t> documents(B * N);
+  for (int64_t i = 1; i < B * N; ++i) documents[i] = documents[i - 1] + (uniform(0, 9) == 0);
+  const Mask mask(B * N);
+  const engram::ShortConvShape shape{B, N, G, D, K, dilation, norm, true, true, documents.data(), mask.data()};
+  std::vector<A> taps(K * G * D);
+  engram::ShortConvWeights<A> weights{weight.data(), norm ? norm_weight.data() : nullptr, taps.data(), nullptr, nullptr, nullptr, 0, K, G * D};
+  engram::cpu::short_conv_fold(weights, 0, G * D);
+  std::vector<T> out(B * N * G * D, T(7));
+  std::vector<A> rstd(B * N * G, A(7));
+  const engram::ShortConvForward<T> forward{x.data(), taps.data(), out.data(), rstd.data(), A(1e-5), shape};
+  const int64_t blocks = B * engram::short_conv_blocks_per_row(shape);
+  for (int64_t b = blocks; b-- > 0;) engram::cpu::short_conv_forward(forward, b, b + 1);
+
+  auto xd = to_double(x), wd = to_double(weight), nd = norm ? to_double(norm_weight) : std::vector<double>(G * D, 1.0);
+  const auto oracle = [&] {
+    std::vector<double> y = xd;
+    const auto r = [&](int64_t at) {
+      double total = 0;
+      for (int64_t d = 0; d < D; ++d) total += xd[at * D + d] * xd[at * D + d];
+      return norm ? 1 / std::sqrt(total / D + 1e-5) : 1.0;
+    };
+    for (int64_t b = 0; b < B; ++b) {
+      for (int64_t t = 0; t < N; ++t) {
+        if (!mask.data()[b * N + t]) continue;
+        for (int64_t g = 0; g < G; ++g) {
+          std::vector<double> z(D);
+          for (int64_t j = 0; j < K; ++j) {
+            const int64_t from = t - (K - 1 - j) * dilation;
+            if (from < 0 || !mask.data()[b * N + from] || documents[b * N + from] != documents[b * N + t]) continue;
+            const int64_t at = (b * N + from) * G + g;
+            const double scale = r(at);
+            for (int64_t d = 0; d < D; ++d) z[d] += wd[(g * D + d) * K + j] * nd[g * D + d] * xd[at * D + d] * scale;
+          }
+          for (int64_t d = 0; d < D; ++d) y[((b * N + t) * G + g) * D + d] += z[d] / (1 + std::exp(-z[d]));
+        }
+      }
+    }
+    return y;
+  };
+  close(out, oracle(), "short_conv forward");
+
+  const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(blocks, 3));
+  std::vector<T> grad_x(B * N * G * D, T(7));
+  std::vector<A> partials(parts * K * G * D, A(7)), grad_weight(G * D * K), grad_norm_weight(G * D);
+  const engram::ShortConvBackward<T> backward{grad_out.data(), x.data(), taps.data(), rstd.data(), grad_x.data(), partials.data(), parts, shape};
+  for (int64_t p = parts; p-- > 0;) engram::cpu::short_conv_backward(backward, p, p + 1);
+  weights = {weight.data(), norm ? norm_weight.data() : nullptr, nullptr, partials.data(), grad_weight.data(),
+             norm ? grad_norm_weight.data() : nullptr, parts, K, G * D};
+  engram::cpu::short_conv_unfold(weights, 0, G * D);
+  if (!gradients) return;
+  const auto loss = [&] {
+    const auto y = oracle();
+    double total = 0;
+    for (size_t i = 0; i < y.size(); ++i) total += y[i] * static_cast<double>(grad_out[i]);
+    return total;
+  };
+  const auto near = [](const auto& got, const std::vector<double>& want, const char* what) {
+    double error = 0, size = 0;
+    for (size_t i = 0; i < want.size(); ++i) {
+      error += std::pow(static_cast<double>(got[i]) - want[i], 2);
+      size += want[i] * want[i];
+    }
+    check(std::sqrt(error) <= 1e-6 * std::sqrt(size) + 1e-9, what);
+  };
+  near(grad_x, numeric(xd, loss), "short_conv grad_x");
+  near(grad_weight, numeric(wd, loss), "short_conv grad_weight");
+  if (norm) near(grad_norm_weight, numeric(nd, loss), "short_conv grad_norm_weight");
+}
+
+template <typename T> void test_floats() {
+  for (const int64_t d : {1, 7, 16, 33, 130}) {
+    for (const bool shard : {false, true}) {
+      test_embedding<T, int64_t>(uniform(1, 40), 3, 20, d, shard);
+      test_embedding<T, int32_t>(uniform(1, 40), 2, 5, d, shard);
+    }
+    test_gate<T, T>(uniform(1, 20), uniform(1, 5), d, d % 2, false);
+    test_short_conv<T>(2, uniform(1, 300), 2, d, 4, 3, d % 2, false);
+    test_short_conv<T>(1, uniform(1, 20), 1, d, uniform(1, 5), uniform(1, 30), true, false);
+  }
+  test_embedding<T, int64_t>(700, 8, 50, 5, false);  // past the smallest radix bucket
+  test_gate<T, T>(0, 2, 8, true, false);
+  test_short_conv<T>(2, 0, 2, 8, 4, 3, true, false);
+  test_short_conv<T>(0, 5, 2, 8, 4, 3, true, false);
+}
+
+}  // namespace
+
+int main() {
+  try {
+    std::printf("instruction set: %s\n", engram::cpu::isa_name(engram::cpu::isa()));
+  } catch (const std::invalid_argument& error) {
+    std::printf("skipped: %s\n", error.what());
+    return 77;
+  }
+  for (int i = 0; i < 40; ++i) test_ngram_hash(uniform(1, 3), uniform(1, 20), uniform(1, 3), uniform(2, 5), uniform(1, 9));
+  test_ngram_hash(2, 0, 1, 3, 8);
+  test_floats<double>();
+  test_floats<float>();
+  test_floats<Half>();
+  test_floats<BFloat16>();
+  test_gate<float, Half>(9, 3, 40, true, false);
+  test_gate<float, BFloat16>(9, 3, 40, false, false);
+  for (int i = 0; i < 3; ++i) {
+    test_gate<double, double>(4, 2, uniform(1, 9), i % 2, true);
+    test_short_conv<double>(2, uniform(1, 12), 2, uniform(1, 5), uniform(1, 4), uniform(1, 3), i % 2, true);
+  }
+  std::printf("%d passed, %d failed\n", passed, failed);
+  return failed != 0;
+}
