@@ -2,7 +2,7 @@
 // argument, what was expected and what came; std::invalid_argument reaches Python as ValueError, std::out_of_range as
 // IndexError (STD_TORCH_CHECK would be a RuntimeError with a source path in it).
 #pragma once
-#include <initializer_list>
+#include <array>
 #include <optional>
 #include <stdexcept>
 #include <string>

@@ -29,4 +29,16 @@ STABLE_TORCH_LIBRARY(ENGRAM_LIBRARY, m) {
       "short_conv_backward(Tensor grad_out, Tensor x, Tensor weight, Tensor? norm_weight, Tensor rstd, int dilation, "
       "str? activation=\"silu\", bool residual=True, Tensor? document_ids=None, Tensor? mask=None) -> "
       "(Tensor grad_x, Tensor grad_weight, Tensor grad_norm_weight)");
+
+  m.def(
+      "gate_conv(Tensor hidden, Tensor key, Tensor value, Tensor? hidden_weight, Tensor? key_weight, Tensor conv_weight, "
+      "Tensor? conv_norm_weight, float eps, float conv_eps, int dilation, float clamp=1e-6, str zero_rule=\"sign\", "
+      "str? activation=\"silu\", Tensor? document_ids=None, Tensor? mask=None, bool residual=False) -> "
+      "(Tensor out, Tensor stats)");
+  m.def(
+      "gate_conv_backward(Tensor grad_out, Tensor hidden, Tensor key, Tensor value, Tensor? hidden_weight, Tensor? key_weight, "
+      "Tensor conv_weight, Tensor? conv_norm_weight, Tensor stats, float conv_eps, int dilation, float clamp=1e-6, "
+      "str zero_rule=\"sign\", str? activation=\"silu\", Tensor? document_ids=None, Tensor? mask=None, bool residual=False) -> "
+      "(Tensor grad_hidden, Tensor grad_key, Tensor grad_value, Tensor grad_hidden_weight, Tensor grad_key_weight, "
+      "Tensor grad_conv_weight, Tensor grad_conv_norm_weight)");
 }

@@ -50,10 +50,8 @@ struct ShortConvBackward {
 };
 
 // Time is cut into blocks of a fixed number of tokens, each within one batch row: block i is row i / blocks_per_row.
-constexpr int64_t kShortConvBlock = 128;
-inline int64_t short_conv_blocks_per_row(const ShortConvShape& s) {
-  return (s.tokens + kShortConvBlock - 1) / kShortConvBlock;
-}
+constexpr int64_t kConvBlock = 128;
+inline int64_t conv_blocks_per_row(const ShortConvShape& s) { return (s.tokens + kConvBlock - 1) / kConvBlock; }
 
 // Between the layout of the parameters ([G, D, K], [G, D]) and that of the kernels ([K, G, D]).
 template <typename A>

@@ -2,7 +2,8 @@
 
 from engram.ops.embedding import embedding
 from engram.ops.gate import gate
+from engram.ops.gate_conv import gate_conv
 from engram.ops.ngram_hash import ngram_hash
 from engram.ops.short_conv import short_conv
 
-__all__ = ["embedding", "gate", "ngram_hash", "short_conv"]
+__all__ = ["embedding", "gate", "gate_conv", "ngram_hash", "short_conv"]

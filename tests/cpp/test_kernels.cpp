@@ -265,7 +265,7 @@ void test_short_conv(int64_t B, int64_t N, int64_t G, int64_t D, int64_t K, int6
   std::vector<T> out(B * N * G * D, T(7));
   std::vector<A> rstd(B * N * G, A(7));
   const engram::ShortConvForward<T> forward{x.data(), taps.data(), out.data(), rstd.data(), A(1e-5), shape};
-  const int64_t blocks = B * engram::short_conv_blocks_per_row(shape);
+  const int64_t blocks = B * engram::conv_blocks_per_row(shape);
   for (int64_t b = blocks; b-- > 0;) engram::cpu::short_conv_forward(forward, b, b + 1);
 
   auto xd = to_double(x), wd = to_double(weight), nd = norm ? to_double(norm_weight) : std::vector<double>(G * D, 1.0);

@@ -47,202 +47,74 @@ INSTANTIATE(float) INSTANTIATE(double)
 
 #else
 #include "kernels/cpu/vec.h"
+#include "kernels/cpu/conv.h"
 
 namespace engram::cpu::ENGRAM_ISA {
 
-// Channels handled together: the taps and the scratch rows of a tile stay in the first-level cache.
-constexpr int64_t kTile = 256;
-
-// For a stretch of one batch row: which positions are masked, and where each one's document begins.
-struct Stretch {
-  const ShortConvShape& shape;
-  int64_t row, begin, end;     // positions [begin, end) of batch row `row`
-  std::vector<int64_t> start;  // start[t - begin]: no tap of t reaches below it
-
-  Stretch(const ShortConvShape& s, int64_t row, int64_t begin, int64_t end)
-      : shape(s), row(row), begin(begin), end(end), start(end - begin) {
-    const int64_t* ids = s.document_ids ? s.document_ids + row * s.tokens : nullptr;
-    const int64_t reach = (s.taps - 1) * s.dilation;
-    int64_t from = begin;
-    if (ids) while (from > 0 && begin - from < reach && ids[from - 1] == ids[begin]) --from;
-    else from = 0;
-    for (int64_t t = begin; t < end; ++t) {
-      if (ids && t > begin && ids[t] != ids[t - 1]) from = t;
-      start[t - begin] = from;
-    }
-  }
-  bool masked(int64_t t) const { return shape.mask && !shape.mask[row * shape.tokens + t]; }
-  // Position that tap j of t reads, or -1.
-  int64_t source(int64_t t, int64_t j) const {
-    const int64_t from = t - (shape.taps - 1 - j) * shape.dilation;
-    return from >= start[t - begin] && !masked(from) ? from : -1;
-  }
-};
-
-// z of one vector of channels: sum over the taps that count.
-template <typename T>
-struct Taps {
-  using A = accumulate_t<T>;
-  int64_t count = 0;
-  struct Tap { const T* x; const A* weight; A rstd; int64_t j; };
-  std::vector<Tap> taps;
-
-  explicit Taps(int64_t kernel) : taps(kernel) {}
-  void gather(const Stretch& stretch, int64_t t, const T* x, const A* rstd, const A* weights, int64_t g) {
-    const ShortConvShape& s = stretch.shape;
-    const int64_t GD = s.branches * s.dim;
-    count = 0;
-    for (int64_t j = 0; j < s.taps; ++j) {
-      const int64_t from = stretch.source(t, j);
-      if (from < 0) continue;
-      const int64_t at = stretch.row * s.tokens + from;
-      taps[count++] = {x + at * GD + g * s.dim, weights + j * GD + g * s.dim, rstd[at * s.branches + g], j};
-    }
-  }
-  template <typename Lanes> ENGRAM_INLINE vec<A> apply(Lanes lanes, int64_t d) const {
-    vec<A> z{};
-    for (int64_t i = 0; i < count; ++i) z += lanes.get(taps[i].weight + d) * (taps[i].rstd * lanes.get(taps[i].x + d));
-    return z;
-  }
-};
-
-template <typename T> ENGRAM_INLINE accumulate_t<T> conv_rstd(const T* x, const ShortConvShape& s, accumulate_t<T> eps) {
-  using A = accumulate_t<T>;
-  return s.norm ? A(1) / std::sqrt(sum_squares(x, s.dim) / A(s.dim) + eps) : A(1);
-}
-
-template <typename T> void short_conv_forward(const ShortConvForward<T>& a, int64_t begin, int64_t end) {
+template <int Taps, typename T> ENGRAM_TARGET void short_conv_forward_blocks(const ShortConvForward<T>& a, int64_t begin, int64_t end) {
   using A = accumulate_t<T>;
   const ShortConvShape& s = a.shape;
-  const int64_t D = s.dim, G = s.branches, blocks = short_conv_blocks_per_row(s);
-  Taps<T> taps(s.taps);
-  std::vector<A> halo;
+  const int64_t D = s.dim, G = s.branches;
+  TapRows<A> taps(s.taps);
+  ConvTile<T> tile;
+  std::vector<A> rstd, ones;
   for (int64_t block = begin; block < end; ++block) {
-    const int64_t row = block / blocks, t0 = block % blocks * kShortConvBlock;
-    const int64_t t1 = std::min(s.tokens, t0 + kShortConvBlock);
-    const int64_t first = std::max<int64_t>(0, t0 - (s.taps - 1) * s.dilation);
-    const Stretch stretch(s, row, t0, t1);
-    for (int64_t g = 0; g < G; ++g) {
-      // Positions before the block belong to another block's output: their statistics are recomputed beside it.
-      halo.assign((t1 - first) * G, A(0));
-      A* rstd = halo.data() - (row * s.tokens + first) * G;
-      for (int64_t t = first; t < t1; ++t) {
-        const int64_t at = (row * s.tokens + t) * G + g;
-        if (!stretch.masked(t)) rstd[at] = conv_rstd(a.x + at * D, s, a.eps);
-        if (t >= t0) a.rstd[at] = rstd[at];
+    const Stretch stretch(s, block, false);
+    // Positions before the block belong to another block's output: their statistics are recomputed beside it.
+    rstd.assign((stretch.last - stretch.first) * G, A(0));
+    ones.assign(rstd.size(), A(1));
+    for (int64_t t = stretch.first; t < stretch.last; ++t) {
+      for (int64_t g = 0; g < G; ++g) {
+        const int64_t at = (stretch.base + t) * G + g;
+        A& r = rstd[(t - stretch.first) * G + g];
+        if (!stretch.masked(t)) r = s.norm ? A(1) / std::sqrt(sum_squares(a.x + at * D, D) / A(D) + a.eps) : A(1);
+        if (t >= stretch.begin) a.rstd[at] = r;
       }
-      for (int64_t t = t0; t < t1; ++t) {
-        const int64_t at = ((row * s.tokens + t) * G + g) * D;
-        const T* x = a.x + at;
-        T* out = a.out + at;
-        if (stretch.masked(t)) {
-          if (s.residual) std::memcpy(static_cast<void*>(out), x, D * sizeof(T));
-          else std::memset(static_cast<void*>(out), 0, D * sizeof(T));
-          continue;
-        }
-        taps.gather(stretch, t, a.x, rstd, a.taps, g);
-        for_each_vec<A>(0, D, [&](auto lanes, int64_t d) ENGRAM_INLINE_LAMBDA {
-          vec<A> y = taps.apply(lanes, d);
-          if (s.silu) y *= sigmoid(y);
-          if (s.residual) y += lanes.get(x + d);
-          lanes.put(out + d, y);
-        });
-      }
+    }
+    const ConvSource<T> source{a.x, G * D, D, rstd.data(), s.residual ? ones.data() : nullptr};
+    conv_forward_block<Taps>(stretch, source, a.taps, static_cast<const T*>(nullptr), a.out, tile, taps);
+    for (int64_t t = stretch.begin; t < stretch.end && s.residual; ++t) {
+      if (stretch.masked(t)) copy_or_zero(a.out + (stretch.base + t) * G * D, a.x + (stretch.base + t) * G * D, G * D);
     }
   }
 }
 
-// One block of one branch: a = silu'(z) * grad_out for the block and the positions after it that read from it, tile by
-// tile of channels, then q, S and <q, n>; grad_x last, when <q, n> over the whole row is known.
-template <typename T> void short_conv_backward_block(const ShortConvBackward<T>& a, int64_t block, int64_t g, Taps<T>& taps,
-                                                     std::vector<accumulate_t<T>>& scratch, accumulate_t<T>* part) {
+template <int Taps, typename T> ENGRAM_TARGET void short_conv_backward_parts(const ShortConvBackward<T>& a, int64_t begin, int64_t end) {
   using A = accumulate_t<T>;
   const ShortConvShape& s = a.shape;
-  const int64_t D = s.dim, G = s.branches, GD = G * D, K = s.taps, reach = (K - 1) * s.dilation;
-  const int64_t blocks = short_conv_blocks_per_row(s), row = block / blocks, t0 = block % blocks * kShortConvBlock;
-  const int64_t t1 = std::min(s.tokens, t0 + kShortConvBlock), t2 = std::min(s.tokens, t1 + reach);
-  const Stretch stretch(s, row, t0, t2);
-  const int64_t base = row * s.tokens;
-
-  scratch.assign((t2 - t0) * D + (t1 - t0) * D + (t1 - t0), A(0));
-  A* grad_z = scratch.data();             // [t2 - t0, D]
-  A* q = grad_z + (t2 - t0) * D;          // [t1 - t0, D]
-  A* pull = q + (t1 - t0) * D;            // [t1 - t0]: <q, n> / D
-
-  for (int64_t tile = 0; tile < D; tile += kTile) {
-    const int64_t tile_end = std::min(D, tile + kTile);
-    for (int64_t t = t0; t < t2; ++t) {
-      if (stretch.masked(t)) continue;  // its grad_z stays zero
-      taps.gather(stretch, t, a.x, a.rstd, a.taps, g);
-      const T* grad_out = a.grad_out + (base + t) * GD + g * D;
-      A* dz = grad_z + (t - t0) * D;
-      const bool own = t < t1;
-      for_each_vec<A>(tile, tile_end, [&](auto lanes, int64_t d) ENGRAM_INLINE_LAMBDA {
-        vec<A> grad = lanes.get(grad_out + d);
-        if (s.silu) {
-          const vec<A> z = taps.apply(lanes, d), sg = sigmoid(z);
-          grad *= sg * (A(1) + z * (A(1) - sg));
-        }
-        lanes.put(dz + d, grad);
-        if (own) {
-          for (int64_t i = 0; i < taps.count; ++i) {
-            A* p = part + taps.taps[i].j * GD + g * D + d;
-            lanes.put(p, lanes.get(p) + grad * (taps.taps[i].rstd * lanes.get(taps.taps[i].x + d)));
-          }
-        }
-      });
+  const int64_t blocks = s.batch * conv_blocks_per_row(s), G = s.branches, GD = G * s.dim, size = s.taps * GD;
+  TapRows<A> taps(s.taps);
+  ConvTile<T> tile;
+  ConvScratch<A> scratch;
+  std::vector<A> ones, P, Q;
+  for (int64_t p = begin; p < end; ++p) {
+    A* part = a.partials + p * size;
+    std::fill(part, part + size, A(0));
+    for (int64_t block = blocks * p / a.parts; block < blocks * (p + 1) / a.parts; ++block) {
+      const Stretch stretch(s, block, true);
+      ones.assign((stretch.last - stretch.first) * G, A(1));
+      P.resize((stretch.end - stretch.begin) * G);
+      Q.resize(P.size());
+      const ConvSource<T> source{a.x, GD, s.dim, a.rstd + (stretch.base + stretch.first) * G, s.residual ? ones.data() : nullptr};
+      for (int64_t g = 0; g < G; ++g) {
+        conv_backward_block<Taps>(stretch, source, a.taps, a.grad_out, g, g + 1, a.grad_x, part, P.data(), Q.data(), tile, taps, scratch);
+      }
+      for (int64_t t = stretch.begin; t < stretch.end && s.residual; ++t) {
+        if (stretch.masked(t)) copy_or_zero(a.grad_x + (stretch.base + t) * GD, a.grad_out + (stretch.base + t) * GD, GD);
+      }
     }
-  }
-  for (int64_t t = t0; t < t1; ++t) {
-    if (stretch.masked(t)) continue;
-    const T* x = a.x + (base + t) * GD + g * D;
-    const A rstd = a.rstd[(base + t) * G + g];
-    A* qt = q + (t - t0) * D;
-    for (int64_t j = 0; j < K; ++j) {
-      const int64_t to = t + (K - 1 - j) * s.dilation;
-      if (to >= t2 || stretch.start[to - t0] > t) continue;
-      const A *dz = grad_z + (to - t0) * D, *w = a.taps + j * GD + g * D;
-      for_each_vec<A>(0, D, [&](auto lanes, int64_t d) ENGRAM_INLINE_LAMBDA {
-        lanes.put(qt + d, lanes.get(qt + d) + lanes.get(w + d) * lanes.get(dz + d));
-      });
-    }
-    vec<A> dot{};
-    if (s.norm) {
-      for_each_vec<A>(0, D, [&](auto lanes, int64_t d) ENGRAM_INLINE_LAMBDA { dot += lanes.get(qt + d) * lanes.get(x + d); });
-    }
-    pull[t - t0] = s.norm ? sum<A>(dot) * rstd / A(D) : A(0);
-  }
-  for (int64_t t = t0; t < t1; ++t) {
-    const int64_t at = (base + t) * GD + g * D;
-    const T *x = a.x + at, *grad_out = a.grad_out + at;
-    T* grad_x = a.grad_x + at;
-    if (stretch.masked(t)) {
-      if (s.residual) std::memcpy(static_cast<void*>(grad_x), grad_out, D * sizeof(T));
-      else std::memset(static_cast<void*>(grad_x), 0, D * sizeof(T));
-      continue;
-    }
-    const A rstd = a.rstd[(base + t) * G + g], p = pull[t - t0];
-    const A* qt = q + (t - t0) * D;
-    for_each_vec<A>(0, D, [&](auto lanes, int64_t d) ENGRAM_INLINE_LAMBDA {
-      vec<A> grad = rstd * (lanes.get(qt + d) - p * (rstd * lanes.get(x + d)));
-      if (s.residual) grad += lanes.get(grad_out + d);
-      lanes.put(grad_x + d, grad);
-    });
   }
 }
 
-template <typename T> void short_conv_backward(const ShortConvBackward<T>& a, int64_t begin, int64_t end) {
-  const ShortConvShape& s = a.shape;
-  const int64_t blocks = s.batch * short_conv_blocks_per_row(s), size = s.taps * s.branches * s.dim;
-  Taps<T> taps(s.taps);
-  std::vector<accumulate_t<T>> scratch;
-  for (int64_t p = begin; p < end; ++p) {
-    accumulate_t<T>* part = a.partials + p * size;
-    std::fill(part, part + size, accumulate_t<T>(0));
-    for (int64_t block = blocks * p / a.parts; block < blocks * (p + 1) / a.parts; ++block) {
-      for (int64_t g = 0; g < s.branches; ++g) short_conv_backward_block(a, block, g, taps, scratch, part);
-    }
-  }
+template <typename T> ENGRAM_TARGET void short_conv_forward(const ShortConvForward<T>& a, int64_t begin, int64_t end) {
+  using A = accumulate_t<T>;
+  if (a.shape.taps == 4) short_conv_forward_blocks<kUsualTaps<A>>(a, begin, end);
+  else short_conv_forward_blocks<0>(a, begin, end);
+}
+template <typename T> ENGRAM_TARGET void short_conv_backward(const ShortConvBackward<T>& a, int64_t begin, int64_t end) {
+  using A = accumulate_t<T>;
+  if (a.shape.taps == 4) short_conv_backward_parts<kUsualTaps<A>>(a, begin, end);
+  else short_conv_backward_parts<0>(a, begin, end);
 }
 
 }  // namespace engram::cpu::ENGRAM_ISA

@@ -147,4 +147,10 @@ template <typename T> ENGRAM_INLINE accumulate_t<T> sum_squares(const T* x, int6
   return sum<A>(acc);
 }
 
+// A masked token: out (or a gradient) is `from` bit for bit, or zero without one.
+template <typename T> ENGRAM_INLINE void copy_or_zero(T* to, const T* from, int64_t n) {
+  if (from) std::memcpy(static_cast<void*>(to), from, n * sizeof(T));
+  else std::memset(static_cast<void*>(to), 0, n * sizeof(T));
+}
+
 }  // namespace engram::cpu::ENGRAM_ISA

@@ -1,0 +1,265 @@
+// The convolution engine of short_conv and gate_conv. Both convolve rows that are a scalar times a source row,
+//     n[t, g] = scale[t, g] * x[t, g],      short_conv: x its input, scale = rstd     gate_conv: x = value for every g, scale = beta
+// and add the source itself times another scalar (self: 1, or alpha). What differs is where the rows lie and which scalars.
+// Included once per instruction set by the kernel bodies (no include guard; see foreach_isa.h), after vec.h.
+
+namespace engram::cpu::ENGRAM_ISA {
+
+// Channels handled together. A row of a tile is 1 KiB in float, so the rows in reach of the taps, the taps and their
+// gradients stay in the first-level cache while time runs, and what is written is contiguous enough for the prefetchers.
+constexpr int64_t kTile = 256;
+
+// The usual four taps are worth a loop of their own (Taps = 4, else 0 = any number), except where it would never be fast.
+#if defined(__x86_64__) && !defined(ENGRAM_HAS_F16C)
+template <typename A> constexpr int kUsualTaps = 0;
+#else
+template <typename A> constexpr int kUsualTaps = std::is_same_v<A, double> ? 0 : 4;
+#endif
+
+// One block of time of one batch row, with the positions around it that it reads (before) or that read from it (after).
+struct Stretch {
+  const ShortConvShape& shape;
+  int64_t base;                // row * T: flat index of position 0
+  int64_t first, begin, end, last;  // first <= begin: the block is [begin, end), its surroundings [first, last)
+  std::vector<int64_t> start;  // start[t - first]: no tap of t reaches below it
+
+  Stretch(const ShortConvShape& s, int64_t block, bool after) : shape(s) {
+    const int64_t blocks = conv_blocks_per_row(s), reach = (s.taps - 1) * s.dilation;
+    base = block / blocks * s.tokens;
+    begin = block % blocks * kConvBlock;
+    end = std::min(s.tokens, begin + kConvBlock);
+    first = std::max<int64_t>(0, begin - reach);
+    last = after ? std::min(s.tokens, end + reach) : end;
+    start.resize(last - first);
+    const int64_t* ids = s.document_ids ? s.document_ids + base : nullptr;
+    // Where a document began before `first` does not matter to the block and what lies after it.
+    for (int64_t t = first, from = ids ? first : 0; t < last; ++t) {
+      if (ids && t > first && ids[t] != ids[t - 1]) from = t;
+      start[t - first] = from;
+    }
+  }
+  bool masked(int64_t t) const { return shape.mask && !shape.mask[base + t]; }
+  // Position that tap j of t reads, or -1; t within [begin, last).
+  int64_t source(int64_t t, int64_t j) const {
+    const int64_t from = t - (shape.taps - 1 - j) * shape.dilation;
+    return from >= start[t - first] && !masked(from) ? from : -1;
+  }
+  // Position that reads t through tap j, or -1; t within the block.
+  int64_t target(int64_t t, int64_t j) const {
+    const int64_t to = t + (shape.taps - 1 - j) * shape.dilation;
+    return to < last && start[to - first] <= t && !masked(to) ? to : -1;
+  }
+};
+
+// The rows and scalars of a stretch. Scalars are indexed [t - first][g]; at masked positions they are not read.
+template <typename K>
+struct ConvSource {
+  using A = accumulate_t<K>;
+  const K* rows;           // row of (t, g): rows + (base + t) * token_stride + g * branch_stride
+  int64_t token_stride, branch_stride;  // branch_stride 0: one row for all branches
+  const A* scale;
+  const A* self;           // null: the source itself is not added
+};
+
+// Which row each tap of one position reads: a row of the tile's scratch, or zeros where the tap does not count. Adding
+// those zeros keeps the order of the sum, so that a position's result does not depend on what else is in the batch.
+template <typename A>
+struct TapRows {
+  std::vector<const A*> rows, weights;
+  std::vector<A> scales;
+  explicit TapRows(int64_t taps) : rows(taps), weights(taps), scales(taps) {}
+};
+
+// step(lanes, d, z, input) for every vector of a row: z = sum_j weights[j] * input(j), input(j) = scales[j] * rows[j].
+// Taps: their number when the compiler knows it (pointers and scalars stay in registers), 0 = any.
+template <int Taps, typename A, typename Step>
+ENGRAM_INLINE void convolve(const TapRows<A>& taps, int64_t width, Step&& step) {
+  const int64_t count = Taps ? Taps : static_cast<int64_t>(taps.rows.size());
+  if constexpr (Taps > 0) {
+    const A *rows[Taps], *weights[Taps];
+    vec<A> scales[Taps];
+    for (int j = 0; j < Taps; ++j) {
+      rows[j] = taps.rows[j];
+      weights[j] = taps.weights[j];
+      scales[j] = broadcast(taps.scales[j]);
+    }
+    for_each_vec<A>(0, width, [&](auto lanes, int64_t d) ENGRAM_INLINE_LAMBDA {
+      vec<A> inputs[Taps], z{};
+      for (int j = 0; j < Taps; ++j) {
+        inputs[j] = scales[j] * lanes.get(rows[j] + d);
+        z += lanes.get(weights[j] + d) * inputs[j];
+      }
+      step(lanes, d, z, [&](int64_t j) ENGRAM_INLINE_LAMBDA { return inputs[j]; });
+    });
+  } else {
+    const auto inputs = [&](auto lanes, int64_t j, int64_t d) ENGRAM_INLINE_LAMBDA {
+      return taps.scales[j] * lanes.get(taps.rows[j] + d);
+    };
+    for_each_vec<A>(0, width, [&](auto lanes, int64_t d) ENGRAM_INLINE_LAMBDA {
+      vec<A> z{};
+      for (int64_t j = 0; j < count; ++j) z += lanes.get(taps.weights[j] + d) * inputs(lanes, j, d);
+      step(lanes, d, z, [&](int64_t j) ENGRAM_INLINE_LAMBDA { return inputs(lanes, j, d); });
+    });
+  }
+}
+
+// A tile of source rows in the accumulation type, [last - first, kTile], and a row of zeros behind them.
+template <typename K>
+struct ConvTile {
+  using A = accumulate_t<K>;
+  std::vector<A> buffer;
+  A* rows = nullptr;
+  A* zeros = nullptr;
+
+  void fill(const Stretch& stretch, const ConvSource<K>& source, int64_t g, int64_t tile, int64_t width) {
+    const int64_t count = stretch.last - stretch.first;
+    buffer.resize((count + 1) * kTile);
+    rows = buffer.data();
+    zeros = rows + count * kTile;
+    std::fill(zeros, zeros + kTile, A(0));
+    for (int64_t i = 0; i < count; ++i) {
+      if (stretch.masked(stretch.first + i)) continue;  // never read
+      const K* from = source.rows + (stretch.base + stretch.first + i) * source.token_stride + g * source.branch_stride + tile;
+      for_each_vec<A>(0, width, [&](auto lanes, int64_t d) ENGRAM_INLINE_LAMBDA {
+        lanes.put(rows + i * kTile + d, lanes.get(from + d));
+      });
+    }
+  }
+  void aim(const Stretch& stretch, const ConvSource<K>& source, int64_t t, int64_t g, TapRows<A>& taps) const {
+    const int64_t G = stretch.shape.branches;
+    for (int64_t j = 0; j < stretch.shape.taps; ++j) {
+      const int64_t from = stretch.source(t, j);
+      taps.rows[j] = from < 0 ? zeros : rows + (from - stretch.first) * kTile;
+      taps.scales[j] = from < 0 ? A(0) : source.scale[(from - stretch.first) * G + g];
+    }
+  }
+};
+
+// out[t, g] = (self * x) + silu(z) (+ hidden) for the block.
+template <int Taps, typename H, typename K>
+ENGRAM_TARGET void conv_forward_block(const Stretch& stretch, const ConvSource<K>& source, const accumulate_t<K>* weights,
+                                      const H* hidden, H* out, ConvTile<K>& tile_rows, TapRows<accumulate_t<K>>& taps) {
+  using A = accumulate_t<K>;
+  const ShortConvShape& s = stretch.shape;
+  const int64_t D = s.dim, G = s.branches;
+  for (int64_t tile = 0; tile < D; tile += kTile) {
+    const int64_t width = std::min(kTile, D - tile);
+    for (int64_t g = 0; g < G; ++g) {
+      if (g == 0 || source.branch_stride) tile_rows.fill(stretch, source, g, tile, width);
+      for (int64_t j = 0; j < s.taps; ++j) taps.weights[j] = weights + (j * G + g) * D + tile;
+      for (int64_t t = stretch.begin; t < stretch.end; ++t) {
+        const int64_t at = ((stretch.base + t) * G + g) * D + tile;
+        if (stretch.masked(t)) {
+          copy_or_zero(out + at, hidden ? hidden + at : nullptr, width);
+          continue;
+        }
+        tile_rows.aim(stretch, source, t, g, taps);
+        const A* x = tile_rows.rows + (t - stretch.first) * kTile;
+        const A self = source.self ? source.self[(t - stretch.first) * G + g] : A(0);
+        convolve<Taps>(taps, width, [&](auto lanes, int64_t d, vec<A> z, const auto&) ENGRAM_INLINE_LAMBDA {
+          vec<A> y = s.silu ? z * sigmoid(z) : z;
+          if (source.self) y += self * lanes.get(x + d);
+          if (hidden) y += lanes.get(hidden + at + d);
+          lanes.put(out + at + d, y);
+        });
+      }
+    }
+  }
+}
+
+template <typename A>
+struct ConvScratch {
+  std::vector<A> grad_z;  // [last - begin, kTile]
+  std::vector<A> grad_x;  // [end - begin, D]
+};
+
+// Backward of the block for the branches [g0, g1) that share a source row: adds S to `part` ([K, G, D]), writes
+// P = <grad_out, x> and Q = <q, x> ([end - begin, G], either may be null) and the gradient of the source rows.
+template <int Taps, typename H, typename K>
+ENGRAM_TARGET void conv_backward_block(const Stretch& stretch, const ConvSource<K>& source, const accumulate_t<K>* weights,
+                                       const H* grad_out, int64_t g0, int64_t g1, K* grad_rows, accumulate_t<K>* part,
+                                       accumulate_t<K>* P, accumulate_t<K>* Q, ConvTile<K>& tile_rows,
+                                       TapRows<accumulate_t<K>>& taps, ConvScratch<accumulate_t<K>>& scratch) {
+  using A = accumulate_t<K>;
+  const ShortConvShape& s = stretch.shape;
+  const int64_t D = s.dim, G = s.branches, GD = G * D, K_ = s.taps, begin = stretch.begin, end = stretch.end;
+  scratch.grad_z.resize((stretch.last - begin) * kTile);
+  scratch.grad_x.resize((end - begin) * D);
+  TapRows<A> back(K_);
+  for (int64_t i = 0; i < end - begin; ++i) std::fill(P + i * G + g0, P + i * G + g1, A(0));
+  for (int64_t i = 0; i < end - begin; ++i) std::fill(Q + i * G + g0, Q + i * G + g1, A(0));
+
+  for (int64_t tile = 0; tile < D; tile += kTile) {
+    const int64_t width = std::min(kTile, D - tile);
+    tile_rows.fill(stretch, source, g0, tile, width);
+    for (int64_t g = g0; g < g1; ++g) {
+      for (int64_t j = 0; j < K_; ++j) taps.weights[j] = back.weights[j] = weights + (j * G + g) * D + tile;
+      // grad_z of the block and of the positions after it that read from it; S over the block.
+      for (int64_t t = begin; t < stretch.last; ++t) {
+        if (stretch.masked(t)) continue;  // never read
+        tile_rows.aim(stretch, source, t, g, taps);
+        const H* dy = grad_out + (stretch.base + t) * GD + g * D + tile;
+        A* dz = scratch.grad_z.data() + (t - begin) * kTile;
+        A* S = part + g * D + tile;
+        const bool own = t < end;
+        convolve<Taps>(taps, width, [&](auto lanes, int64_t d, vec<A> z, const auto& input) ENGRAM_INLINE_LAMBDA {
+          vec<A> grad = lanes.get(dy + d);
+          if (s.silu) {
+            const vec<A> sg = sigmoid(z);
+            grad *= sg * (A(1) + z * (A(1) - sg));
+          }
+          lanes.put(dz + d, grad);
+          if (own) {
+            for (int64_t j = 0; j < (Taps ? Taps : K_); ++j) {
+              lanes.put(S + j * GD + d, lanes.get(S + j * GD + d) + grad * input(j));
+            }
+          }
+        });
+      }
+      // q is the same convolution backwards in time, over grad_z with scale 1.
+      for (int64_t t = begin; t < end; ++t) {
+        if (stretch.masked(t)) continue;
+        for (int64_t j = 0; j < K_; ++j) {
+          const int64_t to = stretch.target(t, j);
+          back.rows[j] = to < 0 ? tile_rows.zeros : scratch.grad_z.data() + (to - begin) * kTile;
+          back.scales[j] = A(1);
+        }
+        const int64_t at = (t - stretch.first) * G + g;
+        const A *x = tile_rows.rows + (t - stretch.first) * kTile, scale = source.scale[at], self = source.self ? source.self[at] : A(0);
+        const H* dy = grad_out + (stretch.base + t) * GD + g * D + tile;
+        A* grad_x = scratch.grad_x.data() + (t - begin) * D + tile;
+        vec<A> p{}, qx{};
+        convolve<Taps>(back, width, [&](auto lanes, int64_t d, vec<A> q, const auto&) ENGRAM_INLINE_LAMBDA {
+          const vec<A> v = lanes.get(x + d), gy = lanes.get(dy + d);
+          p += gy * v;
+          qx += q * v;
+          vec<A> grad = scale * q;
+          if (source.self) grad += self * gy;
+          lanes.put(grad_x + d, g == g0 ? grad : lanes.get(grad_x + d) + grad);
+        });
+        P[(t - begin) * G + g] += sum<A>(p);
+        Q[(t - begin) * G + g] += sum<A>(qx);
+      }
+    }
+  }
+  for (int64_t t = begin; t < end; ++t) {
+    K* to = grad_rows + (stretch.base + t) * source.token_stride + g0 * source.branch_stride;
+    if (stretch.masked(t)) {
+      copy_or_zero<K>(to, nullptr, D);
+      continue;
+    }
+    A pull = 0;
+    for (int64_t g = g0; g < g1 && s.norm; ++g) {
+      const A scale = source.scale[(t - stretch.first) * G + g];
+      pull += scale * scale * scale * Q[(t - begin) * G + g];
+    }
+    pull /= A(D);
+    const K* x = source.rows + (stretch.base + t) * source.token_stride + g0 * source.branch_stride;
+    const A* grad_x = scratch.grad_x.data() + (t - begin) * D;
+    for_each_vec<A>(0, D, [&](auto lanes, int64_t d) ENGRAM_INLINE_LAMBDA {
+      lanes.put(to + d, lanes.get(grad_x + d) - pull * lanes.get(x + d));
+    });
+  }
+}
+
+}  // namespace engram::cpu::ENGRAM_ISA

@@ -1,0 +1,134 @@
+"""Gate and short convolution in one: public function, fake kernels, autograd."""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from engram.ops._fake import accumulate_dtype, same_device
+from engram.ops.short_conv import mask_of_lengths
+
+
+def gate_conv(
+    hidden: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden_weight: Tensor | None,
+    key_weight: Tensor | None,
+    conv_weight: Tensor,
+    conv_norm_weight: Tensor | None,
+    *,
+    eps: float,
+    conv_eps: float = 1e-5,
+    dilation: int,
+    clamp: float = 1e-6,
+    zero_rule: str = "sign",
+    activation: str | None = "silu",
+    document_ids: Tensor | None = None,
+    mask: Tensor | None = None,
+    residual: bool = False,
+    state=None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """``short_conv(gate(...))`` without the gated value in between: it is a scalar per token and branch times ``value``, so the
+    convolution reads ``value`` and those scalars (arXiv:2601.07372, section 2; the released demo).
+
+    Args:
+        hidden: ``[B, T, G, D]``, float64, float32, bfloat16 or float16.
+        key: ``[B, T, G, D]``, of hidden's dtype, or half beside a float32 hidden.
+        value: ``[B, T, D]``, of key's dtype.
+        hidden_weight, key_weight: norm weights ``[G, D]`` of the gate, any float dtype; None: already normalised.
+        conv_weight: ``[G, D, K]``, any float dtype; tap K - 1 is the current token.
+        conv_norm_weight: ``[G, D]``, any float dtype; None: no norm before the convolution.
+        eps, conv_eps: added to the mean squares of the gate's and the convolution's norms.
+        dilation: distance in tokens between two taps, at least 1.
+        clamp, zero_rule: see ``gate``.
+        activation: ``"silu"`` or None.
+        document_ids: integer ``[B, T]``: no tap reaches across a change of id.
+        mask: bool ``[B, T]``; False: the position contributes to no other, its output is zero (``hidden`` bit for bit with
+            ``residual``), and no gradient passes.
+        residual: add ``hidden`` at the end.
+        state: not available yet.
+        lengths: integer ``[B]``: positions from ``lengths[b]`` on count as masked.
+
+    Returns:
+        ``[B, T, G, D]`` in hidden's dtype, rounded once.
+
+    Raises:
+        ValueError: a wrong dtype, shape, device or value.
+        NotImplementedError: ``state`` is not None.
+    """
+    if state is not None:
+        raise NotImplementedError("gate_conv: state is not available yet, pass the whole sequence (state=None)")
+    if lengths is not None:
+        mask = mask_of_lengths("gate_conv", hidden.shape[0], hidden.shape[1], lengths, mask, hidden.device)
+    return torch.ops.engram.gate_conv(
+        hidden,
+        key,
+        value,
+        hidden_weight,
+        key_weight,
+        conv_weight,
+        conv_norm_weight,
+        eps=eps,
+        conv_eps=conv_eps,
+        dilation=dilation,
+        clamp=clamp,
+        zero_rule=zero_rule,
+        activation=activation,
+        document_ids=document_ids,
+        mask=mask,
+        residual=residual,
+    )[0]
+
+
+@torch.library.register_fake("engram::gate_conv")
+def _(
+    hidden, key, value, hidden_weight, key_weight, conv_weight, conv_norm_weight, eps, conv_eps, dilation, clamp=1e-6,
+    zero_rule="sign", activation="silu", document_ids=None, mask=None, residual=False,
+):  # fmt: skip
+    same_device(
+        "gate_conv", hidden=hidden, key=key, value=value, hidden_weight=hidden_weight, key_weight=key_weight,
+        conv_weight=conv_weight, conv_norm_weight=conv_norm_weight, document_ids=document_ids, mask=mask,
+    )  # fmt: skip
+    batch, tokens, branches, _ = hidden.shape
+    stats = hidden.new_empty((batch, tokens, 3 * branches + 1), dtype=accumulate_dtype(hidden))
+    return hidden.new_empty(hidden.shape), stats
+
+
+@torch.library.register_fake("engram::gate_conv_backward")
+def _(
+    grad_out, hidden, key, value, hidden_weight, key_weight, conv_weight, conv_norm_weight, stats, conv_eps, dilation, clamp=1e-6,
+    zero_rule="sign", activation="silu", document_ids=None, mask=None, residual=False,
+):  # fmt: skip
+    same_device("gate_conv_backward", grad_out=grad_out, hidden=hidden, key=key, value=value, stats=stats)
+    weights = (hidden_weight, key_weight, conv_weight, conv_norm_weight)
+    empty = [hidden.new_empty((0,), dtype=accumulate_dtype(hidden)) if w is None else w.new_empty(w.shape) for w in weights]
+    return hidden.new_empty(hidden.shape), key.new_empty(key.shape), value.new_empty(value.shape), *empty
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, _eps, conv_eps, dilation, clamp, zero_rule, activation, document_ids, mask, residual = inputs
+    _, stats = output
+    ctx.mark_non_differentiable(stats)
+    ctx.save_for_backward(*tensors, stats, document_ids, mask)
+    ctx.options = {
+        "conv_eps": conv_eps,
+        "dilation": dilation,
+        "clamp": clamp,
+        "zero_rule": zero_rule,
+        "activation": activation,
+        "residual": residual,
+    }
+
+
+@once_differentiable
+def _backward(ctx, grad_out, _):
+    *tensors, stats, document_ids, mask = ctx.saved_tensors
+    grads = torch.ops.engram.gate_conv_backward(
+        grad_out, *tensors, stats, document_ids=document_ids, mask=mask, **ctx.options
+    )
+    grads = (None if tensor is None else grad for tensor, grad in zip(tensors, grads))
+    return *grads, *(None,) * 9
+
+
+torch.library.register_autograd("engram::gate_conv", _backward, setup_context=_setup_context)

@@ -1,0 +1,398 @@
+"""The ops of engram in plain PyTorch: the specification, the oracle of the tests, the eager baseline of the benchmarks.
+
+Every function has the name, the arguments and the semantics of its sibling in `engram.ops`, is differentiated by
+autograd, and runs on any device and in any dtype: float64 keeps float64, everything else computes in float32 and rounds
+once at the end. A position that is masked, or that belongs to another document, is left out by selection and never by
+multiplication with zero: NaN and inf there reach neither a result nor a gradient.
+
+Letters: B batch, T tokens, N largest n-gram, C hash columns, L layers, V vocabulary, R table rows, d row width,
+G residual branches, D hidden size, K conv taps.
+
+Sources: Engram (arXiv 2601.07372), sections 2.2 to 2.4, and the demo that the paper was published with.
+"""
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def ngram_hash(
+    token_ids: Tensor,
+    multipliers: Tensor,
+    moduli: Tensor,
+    offsets: Tensor,
+    *,
+    pad_id: int,
+    token_map: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    mask: Tensor | None = None,
+    history: Tensor | None = None,
+) -> Tensor:
+    """Table rows of the n-grams of orders 2..N that end at each token, for all layers at once.
+
+        win[t, s] = map[id[t - s]], or map[pad_id] where slot s or a newer one is blocked        s = 0..N-1
+        mix[n]    = win[t, 0] * multipliers[0] ^ ... ^ win[t, n-1] * multipliers[n-1]            wraps modulo 2**64
+        row       = offsets[c] + mix[n] mod moduli[c]      floored modulo; columns c are order-major, then head
+
+    A slot is blocked before the start of the sequence (or where `history` is negative), at a masked token, and across a
+    change of document id; whatever is older than a blocked slot is blocked too.
+
+    token_ids int32/int64 [B, T]; multipliers int64 [L, N]; moduli, offsets int64 [L, C] with C a multiple of N-1;
+    token_map int32 [V]; document_ids integer [B, T]; mask bool [B, T], False = not a token; history integer [B, N-1],
+    the raw ids before token_ids[:, 0], oldest first, of the same document. pad_id is raw and goes through the map.
+    Returns int64 [L, B, T, C].
+
+    Raises IndexError for a visible id outside [0, V) when there is a map, ValueError for a pad_id outside of it, for a
+    modulus below 1, and for a wrong shape or dtype.
+    """
+    op = "ngram_hash"
+    _check(token_ids.dim() == 2, op, "token_ids must be [B, T]", token_ids)
+    batch, tokens = token_ids.shape
+    _check(multipliers.dim() == 2 and multipliers.shape[1] >= 2, op, "multipliers must be [L, N], N >= 2", multipliers)
+    layers, order = multipliers.shape
+    _check(moduli.dim() == 2 and moduli.shape[0] == layers and moduli.shape[1] % (order - 1) == 0,
+           op, f"moduli must be [{layers}, C] with C a multiple of {order - 1}", moduli)
+    _check(offsets.shape == moduli.shape, op, f"offsets must be {list(moduli.shape)}", offsets)
+    _check_tokenwise(op, (batch, tokens), document_ids=document_ids, mask=mask)
+    if (moduli < 1).any():
+        raise ValueError(f"{op}: moduli must be at least 1, got {moduli.min().item()}")
+
+    # The sequence with the N-1 places before it; readable says which of them may be read at all.
+    if history is None:
+        past = token_ids.new_zeros(batch, order - 1, dtype=torch.int64)
+        readable_past = torch.zeros_like(past, dtype=torch.bool)
+    else:
+        _check(history.shape == (batch, order - 1) and _is_integer(history), op,
+               f"history must be integer [{batch}, {order - 1}]", history)
+        past = history.long()
+        readable_past = (past >= 0).flip(1).cumprod(1).flip(1).bool()
+    visible = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask
+    readable = torch.cat([readable_past, visible], 1)
+    ids = torch.cat([past, token_ids.long()], 1)
+    if token_map is not None:
+        vocab_size = token_map.shape[0]
+        if not 0 <= pad_id < vocab_size:
+            raise ValueError(f"{op}: pad_id must be in [0, {vocab_size}), got {pad_id}")
+        wrong = ids[readable & ((ids < 0) | (ids >= vocab_size))]
+        if wrong.numel():
+            raise IndexError(f"{op}: token_ids and history must be in [0, {vocab_size}), got {wrong[0].item()}")
+        ids = token_map[torch.where(readable, ids, pad_id)].long()
+        pad_id = token_map[pad_id].long()
+
+    columns = moduli.shape[1] // (order - 1)
+    blocked = torch.zeros_like(token_ids, dtype=torch.bool)
+    mix = torch.zeros(layers, batch, tokens, dtype=torch.int64, device=token_ids.device)
+    rows = [mix.new_empty(layers, batch, tokens, 0)]
+    for s in range(order):
+        slot = slice(order - 1 - s, order - 1 - s + tokens)
+        blocked = blocked | ~readable[:, slot]
+        if s and document_ids is not None:
+            crossed = document_ids[:, 1:] != document_ids[:, :-1]       # between t and t + 1; none before the start
+            blocked = blocked | F.pad(crossed, (s, 0))[:, :tokens]
+        token = torch.where(blocked, pad_id, ids[:, slot])
+        mix = mix ^ token * multipliers[:, s, None, None]
+        if s:
+            column = slice((s - 1) * columns, s * columns)
+            rows.append(mix[..., None] % moduli[:, None, None, column] + offsets[:, None, None, column])
+    return torch.cat(rows, -1)
+
+
+def embedding(
+    table: Tensor,
+    rows: Tensor,
+    *,
+    sparse_grad: bool = False,
+    row_begin: int | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Row lookup: out[..., c, :] = table[rows[..., c]].
+
+    table float [R, d]; rows int32/int64 [..., C]; mask bool [...]: False gives zeros and is not read. Returns
+    [..., C, d] in the table's dtype. With `row_begin` the table is the shard [row_begin, row_begin + R) of a larger
+    one; rows outside of it give zeros. The gradient of a row is summed in float32 (float64 for float64), rounded once.
+
+    Raises IndexError for a visible row outside [0, R) without `row_begin`, ValueError for a wrong shape or dtype,
+    NotImplementedError for `sparse_grad`.
+    """
+    op = "embedding"
+    if sparse_grad:
+        raise NotImplementedError(f"{op}: sparse_grad=True is not implemented")
+    _check(table.dim() == 2, op, "table must be [R, d]", table)
+    _check(rows.dim() >= 1 and rows.dtype in (torch.int32, torch.int64), op, "rows must be int32/int64 [..., C]", rows)
+    _check_tokenwise(op, rows.shape[:-1], mask=mask)
+
+    visible = torch.ones_like(rows, dtype=torch.bool) if mask is None else mask[..., None].expand(rows.shape)
+    begin = row_begin or 0
+    local = rows.long() - begin
+    inside = visible & (rows >= begin) & (local < table.shape[0])
+    if row_begin is None and not torch.equal(inside, visible):
+        wrong = rows[visible & ~inside][0].item()
+        raise IndexError(f"{op}: rows must be in [0, {table.shape[0]}), got {wrong}")
+    # Only a gradient needs the wider type: it is what the sum over repeated rows is kept in.
+    source = table.to(_accumulate(table)) if table.requires_grad else table
+    out = source.new_zeros(*rows.shape, table.shape[1])
+    return out.index_put((inside,), source[local[inside]]).to(table.dtype)
+
+
+def gate(
+    hidden: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden_weight: Tensor | None,
+    key_weight: Tensor | None,
+    *,
+    eps: float,
+    clamp: float = 1e-6,
+    zero_rule: str = "sign",
+    mask: Tensor | None = None,
+    residual: bool = False,
+) -> Tensor:
+    """The context gate: what was looked up, weighted by how well it fits the hidden state.
+
+        s     = <rms(hidden) * hidden_weight, rms(key) * key_weight> / sqrt(D)      rms(x) = x / sqrt(mean(x**2) + eps)
+        u     = sign(s) * sqrt(max(|s|, clamp))
+        out   = sigmoid(u) * value  (+ hidden with `residual`)
+
+    hidden, key [..., G, D]; value [..., D]; weights [G, D] of any float dtype, or None where that input is already
+    normalised; mask bool [...]: False gives zero (`hidden`, bit for bit, with `residual`). All three inputs share a
+    dtype, or hidden is float32 beside bfloat16 or float16 key and value. Returns [..., G, D] in hidden's dtype.
+    zero_rule: "sign" (s = 0 gives u = 0) or "copysign" (+0 and -0 give +-sqrt(clamp)). No gradient where |s| < clamp.
+
+    Raises ValueError for a wrong shape, dtype or zero_rule.
+    """
+    op = "gate"
+    _check(hidden.dim() >= 2, op, "hidden must be [..., G, D]", hidden)
+    _check(key.shape == hidden.shape, op, f"key must have hidden's shape {list(hidden.shape)}", key)
+    value_shape = hidden.shape[:-2] + hidden.shape[-1:]
+    _check(value.shape == value_shape, op, f"value must be {list(value_shape)}", value)
+    _check_gate_dtypes(op, hidden, key, value)
+    _check_weight(op, "hidden_weight", hidden_weight, hidden.shape[-2:])
+    _check_weight(op, "key_weight", key_weight, hidden.shape[-2:])
+    _check_tokenwise(op, hidden.shape[:-2], mask=mask)
+    if zero_rule not in ("sign", "copysign"):
+        raise ValueError(f"{op}: zero_rule must be 'sign' or 'copysign', got {zero_rule!r}")
+
+    dtype = _accumulate(hidden)
+    here = None if mask is None else mask[..., None, None]
+    x, k = _select(here, hidden.to(dtype), 1), _select(here, key.to(dtype), 1)
+    v = _select(here, value[..., None, :].to(dtype), 0)
+    score = (_rms(x, hidden_weight, eps) * _rms(k, key_weight, eps)).sum(-1, keepdim=True) / hidden.shape[-1] ** 0.5
+    root = score.abs().clamp_min(clamp).sqrt()
+    u = torch.copysign(root, score) if zero_rule == "copysign" else score.sign() * root
+    out = torch.sigmoid(u) * v
+    if residual:
+        out = out + x
+    return _select(here, out.to(hidden.dtype), hidden if residual else 0)
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor | None = None,
+    *,
+    dilation: int,
+    eps: float = 1e-5,
+    activation: str | None = "silu",
+    residual: bool = True,
+    document_ids: Tensor | None = None,
+    mask: Tensor | None = None,
+    state=None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """Causal dilated depthwise convolution over the tokens, with the norm before and the activation after it.
+
+        n[t] = rms(x[t]) * norm_weight                               rms(x) = x / sqrt(mean(x**2) + eps)
+        z[t] = sum_j weight[..., j] * n[t - (K-1-j) * dilation]      tap K-1 is the current token
+        y[t] = activation(z[t])  (+ x[t] with `residual`)
+
+    A tap counts only where it is inside the sequence, not masked, and no change of document id lies between it and t.
+
+    x [B, T, G, D]; weight [G, D, K] and norm_weight [G, D] of any float dtype (no norm_weight: no norm); document_ids
+    integer [B, T]; mask bool [B, T]: False gives zero (`x`, bit for bit, with `residual`); lengths integer [B]: tokens
+    past it count as masked. Returns [B, T, G, D] in x's dtype.
+
+    Raises ValueError for a wrong shape, dtype, dilation or activation, NotImplementedError for a state.
+    """
+    op = "short_conv"
+    if state is not None:
+        raise NotImplementedError(f"{op}: state is not implemented")
+    _check(x.dim() == 4, op, "x must be [B, T, G, D]", x)
+    batch, tokens, branches, width = x.shape
+    _check(weight.dim() == 3 and weight.shape[:2] == (branches, width) and weight.shape[2] >= 1, op,
+           f"weight must be [{branches}, {width}, K]", weight)
+    _check_weight(op, "norm_weight", norm_weight, (branches, width))
+    _check_tokenwise(op, (batch, tokens), document_ids=document_ids, mask=mask)
+    if dilation < 1:
+        raise ValueError(f"{op}: dilation must be at least 1, got {dilation}")
+    if activation not in ("silu", None):
+        raise ValueError(f"{op}: activation must be 'silu' or None, got {activation!r}")
+
+    mask = _within_lengths(op, (batch, tokens), lengths, mask)
+    # Numbers the runs of equal document ids, so that A B A is three of them; -1 is no run: masked, or before the start.
+    run = None
+    if mask is not None or document_ids is not None:
+        run = torch.zeros(batch, tokens, dtype=torch.int64, device=x.device)
+        if document_ids is not None:
+            run[:, 1:] = (document_ids[:, 1:] != document_ids[:, :-1]).cumsum(1)
+        run = _select(mask, run, -1)
+
+    here = None if mask is None else mask[..., None, None]
+    source = _select(here, x.to(_accumulate(x)), 1)
+    normed = _rms(source, norm_weight, eps)
+    z = torch.zeros_like(source)
+    for j, tap in enumerate(weight.to(source.dtype).unbind(-1)):
+        shift = min((weight.shape[2] - 1 - j) * dilation, tokens)
+        reached = None
+        if run is not None:
+            reached = ((run >= 0) & (F.pad(run, (shift, 0), value=-1)[:, :tokens] == run))[..., None, None]
+        z = z + tap * _select(reached, F.pad(normed, (0, 0, 0, 0, shift, 0))[:, :tokens], 0)
+    out = F.silu(z) if activation == "silu" else z
+    if residual:
+        out = out + source
+    return _select(here, out.to(x.dtype), x if residual else 0)
+
+
+def gate_conv(
+    hidden: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden_weight: Tensor | None,
+    key_weight: Tensor | None,
+    conv_weight: Tensor,
+    conv_norm_weight: Tensor | None,
+    *,
+    eps: float,
+    conv_eps: float = 1e-5,
+    dilation: int,
+    clamp: float = 1e-6,
+    zero_rule: str = "sign",
+    activation: str | None = "silu",
+    document_ids: Tensor | None = None,
+    mask: Tensor | None = None,
+    residual: bool = False,
+    state=None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """short_conv(gate(...)), rounded once at the end.
+
+        x = gate(hidden, key, value, hidden_weight, key_weight)          not rounded to hidden's dtype
+        y = x + activation(causal depthwise convolution of rms(x) * conv_norm_weight)      (+ hidden with `residual`)
+
+    Shapes, dtypes, masks and documents as in `gate`, with [B, T] before [G, D], and as in `short_conv`. A masked position
+    gives zero (`hidden`, bit for bit, with `residual`). Returns [B, T, G, D] in hidden's dtype.
+
+    Raises what `gate` and `short_conv` raise.
+    """
+    op = "gate_conv"
+    if state is not None:
+        raise NotImplementedError(f"{op}: state is not implemented")
+    _check(hidden.dim() == 4, op, "hidden must be [B, T, G, D]", hidden)
+    _check_gate_dtypes(op, hidden, key, value)
+    mask = _within_lengths(op, hidden.shape[:2], lengths, mask)
+    wide, k, v = (x.to(_accumulate(hidden)) for x in (hidden, key, value))
+    gated = gate(wide, k, v, hidden_weight, key_weight, eps=eps, clamp=clamp, zero_rule=zero_rule, mask=mask)
+    out = short_conv(gated, conv_weight, conv_norm_weight, dilation=dilation, eps=conv_eps, activation=activation,
+                     document_ids=document_ids, mask=mask)
+    if not residual:
+        return out.to(hidden.dtype)
+    here = None if mask is None else mask[..., None, None]
+    return _select(here, (out + wide).to(hidden.dtype), hidden)
+
+
+def gate_conv(
+    hidden: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden_weight: Tensor | None,
+    key_weight: Tensor | None,
+    conv_weight: Tensor,
+    conv_norm_weight: Tensor | None,
+    *,
+    eps: float,
+    conv_eps: float = 1e-5,
+    dilation: int,
+    clamp: float = 1e-6,
+    zero_rule: str = "sign",
+    activation: str | None = "silu",
+    document_ids: Tensor | None = None,
+    mask: Tensor | None = None,
+    residual: bool = False,
+    state=None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """The gate followed by the short convolution of its result: `short_conv(gate(...))`, plus hidden with `residual`.
+
+    hidden, key [B, T, G, D]; value [B, T, D]; the rest as in `gate` and `short_conv`. mask False gives zero (`hidden`,
+    bit for bit, with `residual`). Returns [B, T, G, D] in hidden's dtype; the gated value in between is not rounded.
+
+    Raises ValueError and NotImplementedError as `gate` and `short_conv` do.
+    """
+    _check(hidden.dim() == 4, "gate_conv", "hidden must be [B, T, G, D]", hidden)
+    if lengths is not None:
+        _check(lengths.shape == hidden.shape[:1] and _is_integer(lengths), "gate_conv",
+               f"lengths must be integer [{hidden.shape[0]}]", lengths)
+        counted = torch.arange(hidden.shape[1], device=hidden.device) < lengths[:, None]
+        mask = counted if mask is None else mask & counted
+    dtype = _accumulate(hidden)
+    gated = gate(hidden.to(dtype), key.to(dtype), value.to(dtype), hidden_weight, key_weight,
+                 eps=eps, clamp=clamp, zero_rule=zero_rule, mask=mask)
+    out = short_conv(gated, conv_weight, conv_norm_weight, dilation=dilation, eps=conv_eps, activation=activation,
+                     document_ids=document_ids, mask=mask, state=state)
+    here = None if mask is None else mask[..., None, None]
+    if residual:
+        out = out + _select(here, hidden.to(dtype), 0)
+    return _select(here, out.to(hidden.dtype), hidden if residual else 0)
+
+
+def _accumulate(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    if weight is None:
+        return x
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
+
+
+def _select(condition: Tensor | None, x: Tensor, other: Tensor | int) -> Tensor:
+    return x if condition is None else torch.where(condition, x, other)
+
+
+def _within_lengths(op: str, shape: tuple[int, ...], lengths: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """`mask`, False from `lengths[b]` on."""
+    if lengths is None:
+        return mask
+    batch, tokens = shape
+    _check(lengths.shape == (batch,) and _is_integer(lengths), op, f"lengths must be integer [{batch}]", lengths)
+    counted = torch.arange(tokens, device=lengths.device) < lengths[:, None]
+    return counted if mask is None else mask & counted
+
+
+def _is_integer(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _check(condition: bool, op: str, expected: str, got: Tensor) -> None:
+    if not condition:
+        raise ValueError(f"{op}: {expected}, got {got.dtype} {list(got.shape)}")
+
+
+def _check_gate_dtypes(op: str, hidden: Tensor, key: Tensor, value: Tensor) -> None:
+    _check(key.dtype == value.dtype, op, f"value must have key's dtype {key.dtype}", value)
+    mixed = hidden.dtype == torch.float32 and key.dtype in (torch.bfloat16, torch.float16)
+    _check(mixed or hidden.dtype == key.dtype, op, f"key must have hidden's dtype {hidden.dtype} or a half one", key)
+
+
+def _check_weight(op: str, name: str, weight: Tensor | None, shape: tuple[int, ...]) -> None:
+    if weight is not None:
+        fits = weight.shape == tuple(shape) and weight.is_floating_point()
+        _check(fits, op, f"{name} must be float {list(shape)}", weight)
+
+
+def _check_tokenwise(
+    op: str, shape: tuple[int, ...], *, mask: Tensor | None = None, document_ids: Tensor | None = None
+) -> None:
+    if mask is not None:
+        _check(mask.shape == tuple(shape) and mask.dtype == torch.bool, op, f"mask must be bool {list(shape)}", mask)
+    if document_ids is not None:
+        _check(document_ids.shape == tuple(shape) and _is_integer(document_ids), op,
+               f"document_ids must be integer {list(shape)}", document_ids)

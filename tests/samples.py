@@ -1,0 +1,393 @@
+"""One list of inputs per op, for tests and benchmarks: SAMPLES[op] is a list of Sample.
+
+`sample(device, dtype, seed)` gives the op's arguments by name, always the same ones: numbers are drawn in float64 on
+the CPU and then cast, so devices and dtypes see the same values. `sample.at(tokens=4096, width=1024)` is the same case
+at another size.
+"""
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+HALF_DTYPES = [torch.bfloat16, torch.float16]
+
+# The inputs that get a gradient, in the order of the signature.
+DIFFERENTIABLE = {
+    "embedding": ("table",),
+    "gate": ("hidden", "key", "value", "hidden_weight", "key_weight"),
+    "short_conv": ("x", "weight", "norm_weight"),
+    "gate_conv": (
+        "hidden", "key", "value", "hidden_weight", "key_weight", "conv_weight", "conv_norm_weight",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    name: str
+    make: Callable[..., dict]
+
+    def __call__(self, device="cpu", dtype=torch.float64, seed: int = 0) -> dict:
+        return self.make(Draw(device, dtype, seed))
+
+    def at(self, **sizes) -> "Sample":
+        return Sample(self.name, partial(self.make, **sizes))
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Draw:
+    """Seeded tensors on one device, floats in one dtype."""
+
+    def __init__(self, device, dtype: torch.dtype, seed: int):
+        self.device, self.dtype = device, dtype
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None, mean: float = 0.0) -> Tensor:
+        x = torch.randn(shape, generator=self.generator, dtype=torch.float64) + mean
+        return x.to(dtype or self.dtype).to(self.device)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator).to(dtype).to(self.device)
+
+    def any_int64(self, *shape: int) -> Tensor:
+        bits = self.integers(-(2**31), 2**31, *shape) << 32
+        return bits | self.integers(0, 2**32, *shape)
+
+    def mask(self, *shape: int) -> Tensor:
+        return self.integers(0, 4, *shape) > 0
+
+    def documents(self, batch: int, tokens: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Runs of random length with two ids in turn, so that a document's id comes back: A B A."""
+        starts = self.integers(0, 4, batch, tokens) == 0
+        return (starts.cumsum(1) % 2 * 7 - 3).to(dtype)
+
+
+def strided(x: Tensor, layout: str) -> Tensor:
+    """The values of x in another memory layout; `expanded` repeats the first entry with stride 0."""
+    if x.dim() == 0 or layout == "contiguous":
+        return x
+    if layout == "transposed":
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "sliced":
+        canary = torch.full_like(x, torch.nan) if x.is_floating_point() else torch.full_like(x, 1)
+        return torch.stack([x, canary], -1)[..., 0]
+    if layout == "expanded":
+        return x[:1].expand(x.shape)
+    raise ValueError(layout)
+
+
+def ngram_hash(
+    draw: Draw, *, batch=2, tokens=7, order=3, heads=2, layers=2, vocab_size: int | None = None, pad_id=2,
+    documents=False, mask=False, history: str | None = None, id_dtype=torch.int64, constants="usual",
+    layout="contiguous",
+) -> dict:
+    columns = (order - 1) * heads
+    if constants == "usual":            # odd multipliers that do not wrap for ids below 2**16, moduli like primes
+        multipliers = draw.integers(0, 2**45, layers, order) * 2 + 1
+        moduli = draw.integers(100, 2000, layers, columns)
+    elif constants == "extreme":        # everything wraps; moduli from 1 to the largest that int64 offsets allow
+        multipliers = draw.any_int64(layers, order)
+        moduli = 1 << draw.integers(0, 57, layers, columns)
+    offsets = torch.cat([torch.zeros_like(moduli[:, :1]), moduli[:, :-1].cumsum(1)], 1)
+    past = draw.integers(0, vocab_size or 1000, batch, order - 1)
+    if history == "blocked":            # a negative entry hides what is older, which is then never read
+        past[:, : order // 2] = torch.iinfo(torch.int64).max
+        past[:, order // 2 - 1] = -1
+    if vocab_size is not None:
+        token_map = draw.integers(0, max(1, vocab_size // 2), vocab_size, dtype=torch.int32)
+        ids = draw.integers(0, vocab_size, batch, tokens)
+    elif id_dtype == torch.int64:
+        token_map, ids = None, draw.any_int64(batch, tokens)
+    else:
+        token_map, ids = None, draw.integers(-(2**31), 2**31, batch, tokens)
+    visible = draw.mask(batch, tokens) if mask else None
+    if mask and vocab_size is not None:  # what is masked is never read
+        ids = torch.where(visible, ids, torch.iinfo(id_dtype).min)
+    return dict(
+        token_ids=strided(ids.to(id_dtype), layout),
+        multipliers=strided(multipliers, layout),
+        moduli=strided(moduli, layout),
+        offsets=strided(offsets, layout),
+        pad_id=pad_id,
+        token_map=token_map if token_map is None else strided(token_map, layout),
+        document_ids=strided(draw.documents(batch, tokens, id_dtype), layout) if documents else None,
+        mask=visible if visible is None else strided(visible, layout),
+        history=strided(past, layout) if history else None,
+    )
+
+
+def embedding(
+    draw: Draw, *, shape=(2, 5), columns=4, table_rows=37, width=16, row_dtype=torch.int64,
+    row_begin: int | None = None, mask=False, repeats=False, layout="contiguous",
+) -> dict:
+    table = draw.normal(table_rows, width)
+    if row_begin is None:
+        rows = draw.integers(0, max(1, table_rows), *shape, columns)
+    else:                               # a third of the rows lies below the shard, a third above
+        rows = draw.integers(row_begin - table_rows - 1, row_begin + 2 * table_rows + 1, *shape, columns)
+    if repeats:
+        rows = rows.float().mul(draw.normal(*shape, columns, dtype=torch.float32).abs().clamp(max=1)).to(torch.int64)
+    visible = draw.mask(*shape) if mask else None
+    if mask:                            # what is masked is never read
+        rows = torch.where(visible[..., None], rows, torch.iinfo(row_dtype).max)
+    return dict(
+        table=strided(table, layout),
+        rows=strided(rows.to(row_dtype), layout),
+        row_begin=row_begin,
+        mask=visible if visible is None else strided(visible, layout),
+    )
+
+
+def gate(
+    draw: Draw, *, shape=(2, 5), branches=4, width=16, hidden_weight=True, key_weight=True, eps=1e-6, zero_rule="sign",
+    mask=False, residual=False, mixed=False, weight_dtype: torch.dtype | None = None, layout="contiguous",
+) -> dict:
+    hidden_dtype = torch.float32 if mixed and draw.dtype in HALF_DTYPES else draw.dtype
+    weights = [draw.normal(branches, width, dtype=weight_dtype, mean=1.0) for _ in range(2)]
+    visible = draw.mask(*shape) if mask else None
+    return dict(
+        hidden=strided(draw.normal(*shape, branches, width, dtype=hidden_dtype), layout),
+        key=strided(draw.normal(*shape, branches, width), layout),
+        value=strided(draw.normal(*shape, width), layout),
+        hidden_weight=strided(weights[0], layout) if hidden_weight else None,
+        key_weight=strided(weights[1], layout) if key_weight else None,
+        eps=eps,
+        zero_rule=zero_rule,
+        mask=visible if visible is None else strided(visible, layout),
+        residual=residual,
+    )
+
+
+def short_conv(
+    draw: Draw, *, batch=2, tokens=11, branches=4, width=16, taps=4, dilation=3, norm=True, eps=1e-5,
+    activation: str | None = "silu", residual=True, documents=False, mask=False, lengths=False,
+    weight_dtype: torch.dtype | None = None, layout="contiguous",
+) -> dict:
+    visible = draw.mask(batch, tokens) if mask else None
+    inputs = dict(
+        x=strided(draw.normal(batch, tokens, branches, width), layout),
+        weight=strided(draw.normal(branches, width, taps, dtype=weight_dtype), layout),
+        norm_weight=strided(draw.normal(branches, width, dtype=weight_dtype, mean=1), layout) if norm else None,
+        dilation=dilation,
+        eps=eps,
+        activation=activation,
+        residual=residual,
+        document_ids=strided(draw.documents(batch, tokens), layout) if documents else None,
+        mask=visible if visible is None else strided(visible, layout),
+    )
+    if lengths:
+        inputs["lengths"] = draw.integers(0, tokens + 1, batch)
+    return inputs
+
+
+def gate_conv(
+    draw: Draw, *, batch=2, tokens=11, branches=4, width=16, eps=1e-6, conv_eps=1e-5, taps=4, dilation=3, norm=True,
+    activation: str | None = "silu", documents=False, lengths=False, weight_dtype: torch.dtype | None = None,
+    layout="contiguous", **gating,
+) -> dict:
+    """`gating`: what `gate` takes beside these."""
+    inputs = gate(draw, shape=(batch, tokens), branches=branches, width=width, eps=eps, weight_dtype=weight_dtype,
+                  layout=layout, **gating)
+    conv = short_conv(draw, batch=batch, tokens=tokens, branches=branches, width=width, taps=taps, norm=norm,
+                      documents=documents, lengths=lengths, weight_dtype=weight_dtype, layout=layout)
+    inputs |= dict(
+        conv_weight=conv["weight"],
+        conv_norm_weight=conv["norm_weight"],
+        conv_eps=conv_eps,
+        dilation=dilation,
+        activation=activation,
+        document_ids=conv["document_ids"],
+    )
+    if lengths:
+        inputs["lengths"] = conv["lengths"]
+    return inputs
+
+
+def _list(make: Callable[..., dict], **cases: dict) -> list[Sample]:
+    return [Sample(name, partial(make, **sizes)) for name, sizes in cases.items()]
+
+
+LAYOUTS = ("transposed", "sliced", "expanded")
+
+SAMPLES: dict[str, list[Sample]] = {
+    "ngram_hash": _list(
+        ngram_hash,
+        plain={},
+        map=dict(vocab_size=50, tokens=19),
+        bigrams=dict(order=2, heads=1, layers=1),
+        fourgrams=dict(order=4, heads=8, layers=3, vocab_size=300),
+        fivegrams=dict(order=5, heads=3),
+        long=dict(batch=3, tokens=1500, heads=4, vocab_size=1000, documents=True, mask=True),
+        extreme=dict(order=5, heads=5, constants="extreme", tokens=64),
+        int32=dict(id_dtype=torch.int32, documents=True, vocab_size=40),
+        int32_raw=dict(id_dtype=torch.int32, constants="extreme"),
+        documents=dict(documents=True, tokens=40, order=4),
+        mask=dict(mask=True, tokens=40, order=4, vocab_size=30),
+        everything=dict(documents=True, mask=True, history="usual", vocab_size=30, order=5, tokens=60),
+        history=dict(history="usual", order=4),
+        history_blocked=dict(history="blocked", order=5, vocab_size=100),
+        history_longer_than_tokens=dict(history="usual", order=5, tokens=2, documents=True),
+        one_token=dict(tokens=1, batch=1, layers=1),
+        one_token_history=dict(tokens=1, history="usual", order=4, vocab_size=9, pad_id=0),
+        shorter_than_window=dict(tokens=2, order=5),
+        **{layout: dict(layout=layout, documents=True, mask=True, history="usual", vocab_size=9) for layout in LAYOUTS},
+        no_tokens=dict(tokens=0, documents=True, mask=True, history="usual", vocab_size=5),
+        no_batch=dict(batch=0, documents=True, mask=True, history="usual"),
+        no_layers=dict(layers=0),
+        no_columns=dict(heads=0),
+    ),
+    "embedding": _list(
+        embedding,
+        plain={},
+        **{f"width_{width}": dict(width=width) for width in (1, 3, 7, 64, 65, 80, 130, 257, 1025, 2048)},
+        many=dict(shape=(3, 700), columns=8, table_rows=900, width=9),
+        repeats=dict(shape=(2, 300), repeats=True, table_rows=20),
+        int32=dict(row_dtype=torch.int32),
+        shard=dict(row_begin=100, shape=(4, 9)),
+        shard_from_zero=dict(row_begin=0),
+        shard_int32_mask=dict(row_begin=1000, row_dtype=torch.int32, mask=True),
+        mask=dict(mask=True, shape=(3, 8)),
+        one_row=dict(table_rows=1),
+        rows_only=dict(shape=()),
+        layers_first=dict(shape=(2, 3, 4), columns=3),
+        **{layout: dict(layout=layout, mask=True, row_begin=10) for layout in LAYOUTS},
+        no_tokens=dict(shape=(2, 0), mask=True),
+        no_columns=dict(columns=0),
+        no_width=dict(width=0),
+        no_table=dict(table_rows=0, shape=(0,)),
+        no_shard=dict(table_rows=0, row_begin=5),
+    ),
+    "gate": _list(
+        gate,
+        plain={},
+        **{f"branches_{branches}": dict(branches=branches, width=33) for branches in (1, 2, 3, 8)},
+        **{f"width_{width}": dict(width=width) for width in (1, 2, 15, 64, 130, 257, 1024)},
+        many=dict(shape=(3, 150), width=24, residual=True),
+        no_weights=dict(hidden_weight=False, key_weight=False),
+        hidden_weight=dict(key_weight=False),
+        key_weight=dict(hidden_weight=False, residual=True),
+        residual=dict(residual=True),
+        copysign=dict(zero_rule="copysign", residual=True),
+        mask=dict(mask=True, shape=(3, 7)),
+        mask_residual=dict(mask=True, residual=True, shape=(3, 7)),
+        mixed=dict(mixed=True, residual=True),
+        mixed_mask=dict(mixed=True, mask=True, weight_dtype=torch.float32),
+        weights_float32=dict(weight_dtype=torch.float32),
+        weights_bfloat16=dict(weight_dtype=torch.bfloat16),
+        weights_float64=dict(weight_dtype=torch.float64),
+        big_eps=dict(eps=0.5),
+        tiny_eps=dict(eps=1e-20),
+        one_token=dict(shape=(1,)),
+        no_batch_dimension=dict(shape=(), branches=2),
+        three_dimensions=dict(shape=(2, 2, 3), mask=True),
+        **{layout: dict(layout=layout, mask=True, residual=True) for layout in LAYOUTS},
+        no_tokens=dict(shape=(2, 0), mask=True),
+        no_batch=dict(shape=(0, 3)),
+        no_branches=dict(branches=0),
+        no_width=dict(width=0),
+    ),
+    "short_conv": _list(
+        short_conv,
+        plain={},
+        **{f"taps_{taps}_dilation_{dilation}": dict(taps=taps, dilation=dilation, width=5)
+           for taps, dilation in ((1, 1), (2, 4), (3, 2), (4, 1), (5, 3))},
+        **{f"branches_{branches}": dict(branches=branches, width=33) for branches in (1, 2, 3, 8)},
+        **{f"width_{width}": dict(width=width) for width in (1, 2, 15, 64, 130, 257)},
+        long=dict(batch=3, tokens=150, width=20, documents=True, mask=True),
+        wide=dict(tokens=3, branches=2, width=1024),
+        documents=dict(documents=True, tokens=40),
+        mask=dict(mask=True, tokens=30),
+        everything=dict(mask=True, documents=True, lengths=True, tokens=40),
+        lengths=dict(lengths=True, batch=4),
+        no_norm=dict(norm=False),
+        no_activation=dict(activation=None),
+        no_residual=dict(residual=False, mask=True),
+        bare=dict(residual=False, activation=None, norm=False),
+        weights_float32=dict(weight_dtype=torch.float32),
+        weights_bfloat16=dict(weight_dtype=torch.bfloat16),
+        weights_float64=dict(weight_dtype=torch.float64),
+        big_eps=dict(eps=0.5),
+        one_token=dict(tokens=1, batch=1),
+        two_tokens=dict(tokens=2, documents=True),
+        shorter_than_reach=dict(tokens=5, taps=5, dilation=4),
+        **{layout: dict(layout=layout, mask=True, documents=True) for layout in LAYOUTS},
+        no_tokens=dict(tokens=0, documents=True, mask=True),
+        no_batch=dict(batch=0, documents=True, mask=True),
+        no_branches=dict(branches=0),
+        no_width=dict(width=0),
+    ),
+    "gate_conv": _list(
+        gate_conv,
+        plain={},
+        **{f"taps_{taps}_dilation_{dilation}": dict(taps=taps, dilation=dilation, width=5)
+           for taps, dilation in ((1, 1), (2, 4), (3, 2), (5, 3))},
+        **{f"branches_{branches}": dict(branches=branches, width=33) for branches in (1, 2, 3, 8)},
+        **{f"width_{width}": dict(width=width) for width in (1, 2, 15, 64, 130, 257)},
+        long=dict(batch=3, tokens=150, width=20, documents=True, mask=True),
+        documents=dict(documents=True, tokens=40),
+        mask=dict(mask=True, tokens=30),
+        mask_residual=dict(mask=True, residual=True, tokens=30),
+        everything=dict(mask=True, documents=True, lengths=True, residual=True, tokens=40),
+        residual=dict(residual=True),
+        copysign=dict(zero_rule="copysign"),
+        no_weights=dict(hidden_weight=False, key_weight=False),
+        hidden_weight=dict(key_weight=False),
+        key_weight=dict(hidden_weight=False),
+        no_norm=dict(norm=False),
+        no_activation=dict(activation=None),
+        bare=dict(activation=None, norm=False, hidden_weight=False, key_weight=False),
+        mixed=dict(mixed=True, residual=True),
+        mixed_mask=dict(mixed=True, mask=True, weight_dtype=torch.float32),
+        weights_float64=dict(weight_dtype=torch.float64),
+        weights_bfloat16=dict(weight_dtype=torch.bfloat16),
+        big_conv_eps=dict(conv_eps=0.5),
+        one_token=dict(tokens=1, batch=1),
+        shorter_than_reach=dict(tokens=5, taps=5, dilation=4),
+        **{layout: dict(layout=layout, mask=True, documents=True, residual=True) for layout in LAYOUTS},
+        no_tokens=dict(tokens=0, documents=True, mask=True),
+        no_batch=dict(batch=0, documents=True, mask=True),
+        no_branches=dict(branches=0),
+        no_width=dict(width=0),
+    ),
+}
+
+
+def named(op: str, *names: str) -> list[Sample]:
+    """The samples of an op with these names."""
+    by_name = {sample.name: sample for sample in SAMPLES[op]}
+    return [by_name[name] for name in names]
+
+
+def each_sample(*ops: str) -> list[tuple[str, Sample]]:
+    return [(op, sample) for op in ops or SAMPLES for sample in SAMPLES[op]]
+
+
+def to_double(inputs: dict) -> dict:
+    """The same numbers in float64: what the oracle computes on."""
+    return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+
+
+def backward_inputs(op: str, inputs: dict) -> dict:
+    """The arguments of `torch.ops.engram.<op>_backward` that belong to a forward call with these inputs."""
+    outputs = getattr(torch.ops.engram, op)(**inputs)
+    if op == "embedding":
+        kept, saved = {k: v for k, v in inputs.items() if k != "table"}, dict(num_rows=inputs["table"].shape[0])
+        out = outputs
+    else:
+        kept = {k: v for k, v in inputs.items() if k != "eps"}
+        out, saved = outputs[0], {"rstd" if op == "short_conv" else "stats": outputs[1]}
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return dict(grad_out=grad_out.to(out), **kept, **saved)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Norm-wise over the tensor; against an expected zero any difference counts as infinite."""
+    assert actual.shape == expected.shape, f"{actual.shape} instead of {expected.shape}"
+    difference, size = (actual.double() - expected.double()).norm().item(), expected.double().norm().item()
+    return 0.0 if difference == 0 else difference / size if size else torch.inf

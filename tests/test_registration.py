@@ -1,0 +1,121 @@
+"""What torch asks of an op: schema, fake kernel, autograd, torch.compile, torch.export. No exceptions list."""
+import pytest
+import torch
+from engram import ops
+from samples import DEVICES, DIFFERENTIABLE, backward_inputs, named
+from torch.library import opcheck
+
+CHECKED = {
+    "ngram_hash": ("plain", "everything", "int32", "transposed", "no_tokens"),
+    "embedding": ("plain", "mask", "shard_int32_mask", "transposed", "no_tokens"),
+    "gate": ("plain", "mask_residual", "no_weights", "mixed", "transposed", "no_tokens"),
+    "short_conv": ("plain", "long", "bare", "weights_bfloat16", "transposed", "no_tokens"),
+    "gate_conv": ("plain", "long", "bare", "mixed_mask", "transposed", "no_tokens"),
+}
+CASES = [(op, sample) for op, names in CHECKED.items() for sample in named(op, *names)]
+BACKWARD_CASES = [(op, sample) for op, sample in CASES if op in DIFFERENTIABLE]
+# Two sizes of the same case; a graph made with dynamic shapes at the first must serve the second. No other dimension is
+# of the first sizes: torch takes dimensions that are equal at the first call for one and the same.
+SIZES = {
+    "ngram_hash": (dict(batch=6, tokens=9), dict(batch=3, tokens=21)),
+    "embedding": (dict(shape=(6, 9)), dict(shape=(3, 21))),
+    "gate": (dict(shape=(6, 9)), dict(shape=(3, 21))),
+    "short_conv": (dict(batch=6, tokens=9), dict(batch=3, tokens=21)),
+    "gate_conv": (dict(batch=6, tokens=9), dict(batch=3, tokens=21)),
+}
+GROWING = {
+    "ngram_hash": "everything", "embedding": "mask", "gate": "mask_residual", "short_conv": "documents",
+    "gate_conv": "mask_residual",
+}
+
+
+def at_both_sizes(op: str) -> list[dict]:
+    return [named(op, GROWING[op])[0].at(**size)("cpu", torch.float32) for size in SIZES[op]]
+
+
+def tensors(inputs: dict) -> dict:
+    return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op, sample", CASES, ids=str)
+def test_opcheck(op, sample, device):
+    inputs = sample(device, torch.float32)
+    for name in DIFFERENTIABLE.get(op, ()):
+        if inputs[name] is not None:
+            inputs[name].requires_grad_()
+    opcheck(getattr(torch.ops.engram, op).default, (), inputs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op, sample", BACKWARD_CASES, ids=str)
+def test_opcheck_backward(op, sample, device):
+    opcheck(getattr(torch.ops.engram, f"{op}_backward").default, (), backward_inputs(op, sample(device, torch.float32)))
+
+
+@pytest.mark.parametrize("op", SIZES)
+def test_compile(op):
+    """One graph, no recompilation for another batch and length, the same bits, gradients included."""
+    function = getattr(ops, op)
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for inputs, stance in zip(at_both_sizes(op), ("default", "fail_on_recompile")):
+        wanted = [inputs[name].requires_grad_() for name in DIFFERENTIABLE.get(op, ())]
+        with torch.compiler.set_stance(stance):
+            actual = compiled(**inputs)
+        expected = function(**inputs)
+        assert torch.equal(actual, expected)
+        if wanted:
+            for a, e in zip(torch.autograd.grad(actual.sum(), wanted), torch.autograd.grad(expected.sum(), wanted)):
+                assert torch.equal(a, e)
+
+
+@pytest.mark.slow
+def test_compile_with_inductor():
+    """All four ops in one graph, as a layer has them."""
+    def layer(hidden, token_ids, constants, table, key_proj, gate_weights, conv_weights, document_ids):
+        rows = ops.ngram_hash(token_ids, *constants, pad_id=2, document_ids=document_ids)
+        memory = ops.embedding(table, rows[0]).flatten(2)
+        key = (memory @ key_proj).unflatten(-1, hidden.shape[-2:])
+        gated = ops.gate(hidden, key, memory, *gate_weights, eps=1e-6)
+        return ops.short_conv(gated, *conv_weights, dilation=3, document_ids=document_ids)
+
+    branches, width, heads, order = 2, 16, 2, 3
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for batch, tokens in ((2, 9), (3, 21)):
+        hashing = named("ngram_hash", "documents")[0].at(
+            batch=batch, tokens=tokens, heads=heads, order=order, layers=1)("cpu")
+        moduli = hashing["moduli"]
+        mixing = named("gate", "plain")[0].at(
+            shape=(batch, tokens), branches=branches, width=width)("cpu", torch.float32)
+        conv = named("short_conv", "plain")[0].at(branches=branches, width=width)("cpu", torch.float32)
+        table = torch.randn(int(moduli.sum()), width // moduli.numel())
+        key_proj = torch.randn(width, branches * width) / 4
+        learned = [mixing["hidden"], table, key_proj, mixing["hidden_weight"], mixing["key_weight"], conv["weight"],
+                   conv["norm_weight"]]
+        learned = [x.requires_grad_() for x in learned]
+        constants = (hashing["multipliers"], moduli, hashing["offsets"])
+        arguments = (learned[0], hashing["token_ids"], constants, *learned[1:3], tuple(learned[3:5]),
+                     tuple(learned[5:]), hashing["document_ids"])
+        actual, expected = compiled(*arguments), layer(*arguments)
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(actual.square().sum(), learned), torch.autograd.grad(expected.square().sum(), learned),
+            rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", SIZES)
+def test_export(op):
+    small, large = at_both_sizes(op)
+    constants = {name: value for name, value in small.items() if not isinstance(value, torch.Tensor)}
+
+    class Module(torch.nn.Module):
+        def forward(self, inputs):
+            return getattr(ops, op)(**inputs, **constants)
+
+    grows = {name: {i: torch.export.Dim.DYNAMIC for i, size in enumerate(value.shape) if size != large[name].shape[i]}
+             for name, value in tensors(small).items()}
+    program = torch.export.export(Module(), (tensors(small),), dynamic_shapes=(grows,))
+    calls = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert getattr(torch.ops.engram, op).default in calls
+    for inputs in (small, large):
+        assert torch.equal(program.module()(tensors(inputs)), getattr(ops, op)(**inputs))
