@@ -17,10 +17,11 @@ except ImportError as error:
 
 from engram import nn, ops, reference
 from engram.config import EngramConfig
+from engram.storage import empty_table, huge_page_share
 from engram.vocab import TokenMap
 
 __version__ = "0.1.0"
-__all__ = ["EngramConfig", "TokenMap", "build_info", "nn", "ops", "reference"]
+__all__ = ["EngramConfig", "TokenMap", "build_info", "empty_table", "huge_page_share", "nn", "ops", "reference"]
 
 
 def build_info() -> dict:

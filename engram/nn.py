@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from engram import ops, tables
 from engram.boundaries import check_tokenwise, describe, document_runs, visible_tokens
 from engram.config import EngramConfig
+from engram.storage import empty_table, huge_page_share
 from engram.vocab import TokenMap
 
 __all__ = ["NgramHash", "MultiHeadEmbedding", "ContextGate", "ShortConv", "Engram"]
@@ -219,7 +220,7 @@ class MultiHeadEmbedding(nn.Module):
         self.std = std
         if not self.sizes or min(self.sizes) < 1 or dim < 1:
             raise ValueError(f"MultiHeadEmbedding: needs sizes >= 1 and dim >= 1, got {list(self.sizes)} and {dim}")
-        self.weight = nn.Parameter(torch.empty(sum(self.sizes), dim, device=device, dtype=dtype))
+        self.weight = nn.Parameter(_empty_weight(sum(self.sizes), dim, device, dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -245,7 +246,9 @@ class MultiHeadEmbedding(nn.Module):
         return ops.embedding(self.weight, rows, mask=mask)
 
     def extra_repr(self) -> str:
-        return f"{sum(self.sizes)}, {self.dim}, heads={len(self.sizes)}, std={self.std}"
+        huge = huge_page_share(self.weight)
+        pages = f", huge pages={huge:.0%}" if huge else ""
+        return f"{sum(self.sizes)}, {self.dim}, heads={len(self.sizes)}, std={self.std}{pages}"
 
 
 class ContextGate(nn.Module):
@@ -580,6 +583,14 @@ class Engram(nn.Module):
 
     def extra_repr(self) -> str:
         return f"layer_id={self.layer_id}, hidden_size={self.config.hidden_size}, branches={self.config.branches}"
+
+
+def _empty_weight(rows: int, dim: int, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
+    """An uninitialised table: on the CPU in memory for tables, anywhere else (meta and fake tensors too) as torch does."""
+    like = torch.empty(0, device=device, dtype=dtype)
+    if type(like) is Tensor and like.device.type == "cpu":
+        return empty_table(rows, dim, dtype=like.dtype)
+    return like.new_empty(rows, dim)
 
 
 def norm_eps(config: EngramConfig, hidden: Tensor) -> float:

@@ -277,7 +277,7 @@ def gate_conv(
         x = gate(hidden, key, value, hidden_weight, key_weight)          not rounded to hidden's dtype
         y = x + activation(causal depthwise convolution of rms(x) * conv_norm_weight)      (+ hidden with `residual`)
 
-    Shapes, dtypes, masks and documents as in `gate`, with [B, T] before [G, D], and as in `short_conv`. A masked position
+    Shapes, dtypes, masks and documents as in `gate`, with [B, T] before [G, D], and `short_conv`. A masked position
     gives zero (`hidden`, bit for bit, with `residual`). Returns [B, T, G, D] in hidden's dtype.
 
     Raises what `gate` and `short_conv` raise.

@@ -1,4 +1,10 @@
 """Every op against the float64 reference on the same (rounded) numbers: all samples, all dtypes, all devices."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import engram
 import pytest
 import torch
 from engram import ops, reference
@@ -78,3 +84,32 @@ def test_autocast_is_ignored(op):
     with torch.autocast("cpu", torch.bfloat16):
         out = getattr(ops, op)(**inputs)
     assert torch.equal(out, getattr(ops, op)(**inputs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_every_instruction_set(isa):
+    """Widths, masks and dtypes again, forward and backward, in a process that is held to this one."""
+    chosen = engram.build_info()["cpu"]
+    if isa == chosen:
+        pytest.skip("what the rest of this run uses")
+    environment = os.environ | dict(ENGRAM_CPU_ISA=isa)
+    check = f"import engram; assert engram.build_info()['cpu'] == {isa!r}"
+    available = subprocess.run([sys.executable, "-c", check], env=environment, capture_output=True, text=True)
+    if "this processor does not have it" in available.stderr:
+        pytest.skip("not on this processor")
+    assert available.returncode == 0, available.stderr
+    here = Path(__file__).parent
+    again = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(here / "test_forward.py"),
+         str(here / "test_gradients.py"),
+         "-k", "ngram_hash or (float_ops or against_float64) and (width or mixed or mask or long) and not dtype0"],
+        env=environment, cwd=here.parent, capture_output=True, text=True)
+    assert again.returncode == 0, again.stdout[-3000:]
+
+
+def test_unknown_instruction_set():
+    environment = os.environ | dict(ENGRAM_CPU_ISA="mmx")
+    run = subprocess.run([sys.executable, "-c", "import engram; engram.build_info()"], env=environment,
+                         capture_output=True, text=True)
+    assert run.returncode != 0 and "ENGRAM_CPU_ISA must be baseline, avx2 or avx512, got 'mmx'" in run.stderr

@@ -62,7 +62,8 @@ template <typename T> void launch(const Cuda& device, const EmbeddingBackward<T>
 #endif
 
 // What forward and backward share: rows int [..., C], mask bool [...]. Returns C.
-int64_t check_rows(const char* op, Tensor& rows, OptionalTensor& mask) {
+int64_t check_rows(const char* op, Tensor& rows, std::optional<int64_t> row_begin, OptionalTensor& mask) {
+  if (row_begin && *row_begin < 0) fail(op, "row_begin", "at least 0", std::to_string(*row_begin));
   require_index(op, "rows", rows);
   require(rows.dim() >= 1, op, "rows", "[..., C]", rows);
   mask = checked_mask(op, mask, leading(rows, 1), "the leading dimensions of rows [..., C]", rows);
@@ -78,7 +79,7 @@ Tensor embedding(Tensor table, Tensor rows, std::optional<int64_t> row_begin, Op
   require_float(op, "table", table);
   require(table.dim() == 2, op, "table", "[R, d]", table);
   require_device(op, "rows", rows, table);
-  const int64_t columns = check_rows(op, rows, mask);
+  const int64_t columns = check_rows(op, rows, row_begin, mask);
   table = as_contiguous(table);
   Sizes sizes = sizes_of(rows);
   sizes.push_back(table.size(1));
@@ -102,7 +103,7 @@ Tensor embedding_backward(Tensor grad_out, Tensor rows, int64_t num_rows, std::o
   constexpr const char* op = "embedding_backward";
   require_float(op, "grad_out", grad_out);
   require_device(op, "rows", rows, grad_out);
-  const int64_t columns = check_rows(op, rows, mask);
+  const int64_t columns = check_rows(op, rows, row_begin, mask);
   require(grad_out.dim() == rows.dim() + 1 && leading(grad_out, 1) == sizes_of(rows), op, "grad_out", "[..., C, d], rows being [..., C]",
           grad_out);
   if (num_rows < 0) fail(op, "num_rows", "at least 0", std::to_string(num_rows));

@@ -82,7 +82,7 @@ template <typename F> void dispatch_gate(const Gate& g, F&& f) {
 
 inline void check_gate_numbers(const char* op, double eps, double clamp) {
   if (!(eps >= 0)) fail(op, "eps", "at least 0", std::to_string(eps));
-  if (!(clamp >= 0)) fail(op, "clamp", "at least 0", std::to_string(clamp));
+  if (!(clamp > 0)) fail(op, "clamp", "above 0", std::to_string(clamp));
 }
 
 // The gradients of hidden_weight and key_weight, in the weights' own dtypes; empty [0] for a weight that is None.

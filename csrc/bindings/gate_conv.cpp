@@ -79,11 +79,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_conv_bac
   ShortConvWeightGrads conv_grads(c, parts);
   dispatch_gate(g, [&]<typename H, typename K>() {
     using A = accumulate_t<H>;
+    OptionalTensor scratch;
+    if constexpr (!std::is_same_v<Device, Cpu>) scratch = empty(g.hidden, {gate_conv_scratch(c.shape)}, accumulate_dtype(g.hidden));
     launch(device, GateConvBackward<H, K>{grad_out.const_data_ptr<H>(), g.hidden.const_data_ptr<H>(), g.key.const_data_ptr<K>(),
                                           g.value.const_data_ptr<K>(), read<A>(g.weight), c.taps.const_data_ptr<A>(),
                                           stats.const_data_ptr<A>(), grad_hidden.mutable_data_ptr<H>(), grad_key.mutable_data_ptr<K>(),
                                           grad_value.mutable_data_ptr<K>(), write<A>(gate_grads.partials),
-                                          conv_grads.partials.mutable_data_ptr<A>(), parts, static_cast<A>(conv_eps),
+                                          conv_grads.partials.mutable_data_ptr<A>(), write<A>(scratch), parts, static_cast<A>(conv_eps),
                                           g.options<A>(0, clamp, residual), c.shape});
     gate_grads.fold<A>(device, g);
     conv_grads.unfold<A>(device, c);

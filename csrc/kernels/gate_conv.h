@@ -48,11 +48,19 @@ struct GateConvBackward {
   K* grad_value;      // [B, T, D], every element written
   A* gate_partials;   // [parts, G, D], R of gate.h; null = not wanted
   A* conv_partials;   // [parts, K, G, D], S of short_conv.h
+  A* scratch;         // CUDA: [gate_conv_scratch(shape)], in any state; CPU: null
   int64_t parts;      // part p owns the time blocks [blocks * p / parts, blocks * (p + 1) / parts)
   A conv_eps;
   GateOptions<A> options;
   ShortConvShape shape;
 };
+
+// CUDA goes through the convolution and through the gate in two kernels. Between them lie, for every token, grad_value
+// but for its last term [D], and P and Q of every branch, added up over slices of the columns [G, slices, 2].
+constexpr int64_t kGateConvSlice = 64;
+inline int64_t gate_conv_scratch(const ShortConvShape& s) {
+  return s.batch * s.tokens * (s.dim + s.branches * 2 * ((s.dim + kGateConvSlice - 1) / kGateConvSlice));
+}
 
 namespace cpu {
 template <typename H, typename K> void gate_conv_stats(const GateConvForward<H, K>&, int64_t begin, int64_t end);     // tokens

@@ -10,7 +10,7 @@ from engram.ops._fake import same_device
 def embedding(
     table: Tensor, rows: Tensor, *, sparse_grad: bool = False, row_begin: int | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    """Rows of a table by global row id: ``out[..., c, :] = table[rows[..., c]]``.
+    """Rows of a table by global row id: ``out[..., c, :] = table[rows[..., c]]`` (arXiv:2601.07372, section 2.2).
 
     Args:
         table: float64, float32, bfloat16 or float16 ``[R, d]``; R * d may pass 2**31.

@@ -1,6 +1,7 @@
 """embedding: its errors, the edges of the table, tables past 2**31 elements."""
 import os
 import re
+import time
 
 import pytest
 import torch
@@ -116,6 +117,25 @@ def test_gradient_past_2_31_elements():
     last = (grad_out[0, 1].float() + grad_out[0, 2].float()).bfloat16()
     assert torch.equal(grad[touched[0]], torch.stack([grad_out[0, 0], last, last, grad_out[0, 3]]))
     assert not grad[rows - 2].any() and not grad[1].any()
+
+
+@pytest.mark.parametrize("table_rows", [1, 50_000])
+def test_backward_keeps_pace_with_forward(table_rows):
+    """Within a factor that a serial or quadratic sum misses by far, for scattered rows and for one that takes all."""
+    table = torch.randn(table_rows, 64)
+    rows = torch.randint(table_rows, (6000, 16), generator=torch.Generator().manual_seed(0))
+    grad_out = torch.randn(6000, 16, 64)
+
+    def fastest(function):
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    forward = fastest(lambda: ops.embedding(table, rows))
+    assert fastest(lambda: torch.ops.engram.embedding_backward(grad_out, rows, table_rows)) < 40 * forward
 
 
 def test_sparse_gradients_wait_for_their_turn():

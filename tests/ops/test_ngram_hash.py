@@ -143,6 +143,31 @@ def test_history_outside_the_map(function, token):
     function(**inputs)
 
 
+def test_different_trigrams_seldom_share_all_rows():
+    """Constants of the size of a real model: 20,000 trigrams, and no two agree in four columns."""
+    trigrams = torch.randint(99092, (20_000, 3), generator=torch.Generator().manual_seed(0)).unique(dim=0)
+    multipliers = torch.tensor([[76632096046245, 4839876093313, 35959672319349]])
+    moduli = torch.tensor([[646403, 646411, 646421, 646423, 646537, 646549, 646571, 646573]])
+    rows = ops.ngram_hash(trigrams, multipliers, moduli, torch.zeros_like(moduli), pad_id=2)[0, :, -1, 4:]
+    assert rows.unique(dim=0).shape == (trigrams.shape[0], 4)
+    assert rows.float().mean(0).sub(646500 / 2).abs().max() < 646500 * 0.02
+
+
+class Hashed(torch.utils.data.Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return ops.ngram_hash(**named("ngram_hash", "long")[0](seed=index))
+
+
+def test_in_dataloader_workers():
+    """Workers forked after the parent has used its threads."""
+    expected = [Hashed()[index] for index in range(6)]
+    loader = torch.utils.data.DataLoader(Hashed(), batch_size=None, num_workers=2, timeout=60)
+    assert all(torch.equal(rows, e) for rows, e in zip(loader, expected))
+
+
 def test_the_first_bad_id_is_the_one_named():
     """Found by several threads, reported as one thread would."""
     inputs = named("ngram_hash", "long")[0]() | dict(mask=None)

@@ -142,6 +142,7 @@ ENGRAM_TARGET void conv_forward_block(const Stretch& stretch, const ConvSource<K
   using A = accumulate_t<K>;
   const ShortConvShape& s = stretch.shape;
   const int64_t D = s.dim, G = s.branches;
+  const bool streaming = streams(out, D, s.batch * s.tokens * G * D);
   for (int64_t tile = 0; tile < D; tile += kTile) {
     const int64_t width = std::min(kTile, D - tile);
     for (int64_t g = 0; g < G; ++g) {
@@ -160,11 +161,12 @@ ENGRAM_TARGET void conv_forward_block(const Stretch& stretch, const ConvSource<K
           vec<A> y = s.silu ? z * sigmoid(z) : z;
           if (source.self) y += self * lanes.get(x + d);
           if (hidden) y += lanes.get(hidden + at + d);
-          lanes.put(out + at + d, y);
+          lanes.put(out + at + d, y, streaming);
         });
       }
     }
   }
+  finish_streams();
 }
 
 template <typename A>

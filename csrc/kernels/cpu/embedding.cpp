@@ -9,9 +9,8 @@ namespace {
 // The row of a slot within this table; table_rows = skip it; -1 = an error.
 template <typename Args> int64_t local_row(const Args& a, int64_t slot) {
   if (a.mask && !a.mask[slot / a.columns]) return a.table_rows;
-  // Unsigned, so that ids near the ends of int64 cannot overflow.
-  const uint64_t row = static_cast<uint64_t>(static_cast<int64_t>(a.rows[slot])) - static_cast<uint64_t>(a.row_begin);
-  if (row < static_cast<uint64_t>(a.table_rows)) return static_cast<int64_t>(row);
+  const int64_t row = a.rows[slot];  // row_begin >= 0: the difference below cannot overflow
+  if (row >= a.row_begin && row - a.row_begin < a.table_rows) return row - a.row_begin;
   return a.shard ? a.table_rows : -1;
 }
 

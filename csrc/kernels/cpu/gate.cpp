@@ -44,7 +44,7 @@ namespace engram::cpu::ENGRAM_ISA {
 template <typename H, typename K> void gate_forward(const GateForward<H, K>& a, int64_t begin, int64_t end) {
   using A = accumulate_t<H>;
   const int64_t D = a.dim, G = a.branches;
-  const bool residual = a.options.residual;
+  const bool residual = a.options.residual, streaming = streams(a.out, D, a.tokens * G * D);
   for (int64_t i = begin; i < end; ++i) {
     if (a.mask && !a.mask[i]) {
       std::fill_n(a.stats + i * G * kGateStats, G * kGateStats, A(0));
@@ -60,10 +60,11 @@ template <typename H, typename K> void gate_forward(const GateForward<H, K>& a, 
       for_each_vec<A>(0, D, [&](auto lanes, int64_t d) ENGRAM_INLINE_LAMBDA {
         vec<A> y = alpha * lanes.get(value + d);
         if (residual) y += lanes.get(a.hidden + at + d);
-        lanes.put(a.out + at + d, y);
+        lanes.put(a.out + at + d, y, streaming);
       });
     }
   }
+  finish_streams();
 }
 
 template <typename H, typename K> void gate_backward(const GateBackward<H, K>& a, int64_t begin, int64_t end) {

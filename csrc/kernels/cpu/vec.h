@@ -26,9 +26,14 @@ template <typename A> constexpr int64_t kLanes = 64 / sizeof(A);
 ENGRAM_INLINE f64 load(const double* p) { f64 v; std::memcpy(&v, p, sizeof v); return v; }
 ENGRAM_INLINE f32 load(const float* p) { f32 v; std::memcpy(&v, p, sizeof v); return v; }
 ENGRAM_INLINE f32 load(const BFloat16* p) {
+#if defined(ENGRAM_HAS_AVX512)
+  const __m512i wide = _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return reinterpret_cast<f32>(reinterpret_cast<u32>(wide) << 16);
+#else
   u16 h;
   std::memcpy(&h, p, sizeof h);
   return reinterpret_cast<f32>(__builtin_convertvector(h, u32) << 16);
+#endif
 }
 ENGRAM_INLINE f32 load(const Half* p) {
   f32 v;
@@ -82,15 +87,46 @@ template <typename T> ENGRAM_INLINE void store(T* p, vec<accumulate_t<T>> v, int
 
 template <typename A> ENGRAM_INLINE vec<A> broadcast(A x) { return x - vec<A>{}; }
 
+// Past the caches: for outputs too large to be read back from them, which saves fetching the lines first. p on 64 bytes.
+ENGRAM_INLINE void stream(float* p, f32 v) {
+#if defined(ENGRAM_HAS_AVX512)
+  _mm512_stream_ps(p, reinterpret_cast<__m512>(v));
+#elif defined(ENGRAM_HAS_F16C)
+  for (int i = 0; i < 2; ++i) {
+    __m256 half;
+    std::memcpy(&half, reinterpret_cast<const char*>(&v) + 32 * i, sizeof half);
+    _mm256_stream_ps(p + 8 * i, half);
+  }
+#else
+  store(p, v);
+#endif
+}
+// Whether to stream the rows of an output: float, rows on 64 bytes, and larger than a cache would keep for the next reader.
+// Half types write half a line at a time, which is slower that way.
+template <typename T> ENGRAM_INLINE bool streams(const T* out, int64_t dim, int64_t elements) {
+  return std::is_same_v<T, float> && reinterpret_cast<uintptr_t>(out) % 64 == 0 && dim % 16 == 0 && elements >= (int64_t{1} << 21);
+}
+ENGRAM_INLINE void finish_streams() {
+#if defined(__x86_64__)
+  _mm_sfence();  // streamed stores are not ordered with the ones that tell other threads that the work is done
+#endif
+}
+
 // One vector-sized step along a row: Full steps load and store whole vectors, the last step of an odd width only n lanes.
 struct Full {
   template <typename T> ENGRAM_INLINE auto get(const T* p) const { return load(p); }
   template <typename T> ENGRAM_INLINE void put(T* p, vec<accumulate_t<T>> v) const { store(p, v); }
+  template <typename T> ENGRAM_INLINE void put(T* p, vec<accumulate_t<T>> v, [[maybe_unused]] bool streaming) const {
+    if constexpr (std::is_same_v<T, float>) {
+      if (streaming) return stream(p, v);
+    }
+    store(p, v);
+  }
 };
 struct Tail {
   int64_t n;
   template <typename T> ENGRAM_INLINE auto get(const T* p) const { return load(p, n); }
-  template <typename T> ENGRAM_INLINE void put(T* p, vec<accumulate_t<T>> v) const { store(p, v, n); }
+  template <typename T> ENGRAM_INLINE void put(T* p, vec<accumulate_t<T>> v, bool = false) const { store(p, v, n); }
 };
 
 // step(lanes, d) for every vector of [begin, end).
@@ -113,22 +149,32 @@ template <typename A> ENGRAM_INLINE A sum(vec<A> v) {
 }
 
 // sigmoid(x) = 1 / (1 + 2^y), y = -x log2(e) split into integer and fraction; the polynomial is 2^f on [-1/2, 1/2].
-ENGRAM_INLINE f32 sigmoid(f32 x) {
-  f32 y = x * -1.44269504088896341f;
-  y = y > 126.0f ? broadcast(126.0f) : y;     // beyond, the result is below the smallest normal number
-  y = y < -126.0f ? broadcast(-126.0f) : y;   // beyond, the result is 1
-  const f32 shifted = y + 12582912.0f;        // 1.5 * 2^23: the integer part lands in the low mantissa bits
-  const f32 f = y - (shifted - 12582912.0f);
-  const i32 exponent = reinterpret_cast<i32>(shifted) << 23;
+// Beyond y = 126 the result would be below the smallest normal number. A NaN stays one.
+ENGRAM_INLINE f32 exp2_fraction(f32 f) {
   f32 p = f * 1.5403530e-4f + 1.3333558e-3f;
   p = p * f + 9.6181291e-3f;
   p = p * f + 5.5504109e-2f;
   p = p * f + 2.4022651e-1f;
   p = p * f + 6.9314718e-1f;
-  p = p * f + 1.0f;
-  const f32 power = reinterpret_cast<f32>(reinterpret_cast<i32>(p) + exponent);
-  const f32 result = 1.0f / (1.0f + power);
-  return x == x ? result : x;
+  return p * f + 1.0f;
+}
+ENGRAM_INLINE f32 sigmoid(f32 x) {
+  f32 y = x * -1.44269504088896341f;
+#if defined(ENGRAM_HAS_AVX512)
+  const __m512 clamped = _mm512_maskz_min_ps(0xffff, _mm512_set1_ps(126.0f), reinterpret_cast<__m512>(y));  // the second if one is NaN
+  const __m512 f = _mm512_maskz_reduce_ps(0xffff, clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 power = _mm512_maskz_scalef_ps(0xffff, reinterpret_cast<__m512>(exp2_fraction(reinterpret_cast<f32>(f))), clamped - f);
+  const __m512 d = power + 1.0f, r = _mm512_maskz_rcp14_ps(0xffff, d);
+  return reinterpret_cast<f32>(r * (2.0f - d * r));  // one Newton step: 14 bits to 28
+#else
+  y = y > 126.0f ? broadcast(126.0f) : y;
+  y = y < -126.0f ? broadcast(-126.0f) : y;
+  const f32 shifted = y + 12582912.0f;  // 1.5 * 2^23: the integer part lands in the low mantissa bits
+  const f32 f = y - (shifted - 12582912.0f);
+  const i32 exponent = reinterpret_cast<i32>(shifted) << 23;
+  const f32 power = reinterpret_cast<f32>(reinterpret_cast<i32>(exp2_fraction(f)) + exponent);
+  return x == x ? 1.0f / (1.0f + power) : x;
+#endif
 }
 ENGRAM_INLINE f64 sigmoid(f64 x) {
   for (int i = 0; i < 8; ++i) x[i] = 1.0 / (1.0 + std::exp(-x[i]));

@@ -1,0 +1,121 @@
+"""gate_conv: its errors, and that it is what its name says."""
+import re
+
+import pytest
+import torch
+from engram import ops, reference
+from samples import DEVICES, DTYPES, named, relative_error
+
+GATE_CONV = [ops.gate_conv, reference.gate_conv]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("sample", named(
+    "gate_conv", "plain", "documents", "mask", "everything", "copysign", "bare"), ids=str)
+def test_is_short_conv_of_gate(sample, dtype, device):
+    inputs = sample(device, dtype)
+    mask = inputs["mask"]
+    if "lengths" in inputs:
+        mask = mask & (torch.arange(mask.shape[1], device=device) < inputs["lengths"][:, None])
+    gated = ops.gate(*(inputs[n] for n in ("hidden", "key", "value", "hidden_weight", "key_weight")), eps=inputs["eps"],
+                     zero_rule=inputs["zero_rule"], mask=mask)
+    expected = ops.short_conv(
+        gated, inputs["conv_weight"], inputs["conv_norm_weight"], dilation=inputs["dilation"], eps=inputs["conv_eps"],
+        activation=inputs["activation"], document_ids=inputs["document_ids"], mask=mask)
+    out = ops.gate_conv(**inputs | dict(residual=False))
+    assert relative_error(out, expected) <= (1e-14 if dtype == torch.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", GATE_CONV)
+def test_masked_residual_is_hidden_bit_for_bit(function, dtype, device):
+    inputs = named("gate_conv", "mask_residual")[0](device, dtype)
+    masked = ~inputs["mask"]
+    inputs["hidden"][masked] = torch.tensor(
+        [torch.nan, torch.inf, -torch.inf, -0.0], dtype=dtype, device=device).repeat(4)
+    inputs["key"][masked], inputs["value"][masked] = torch.nan, torch.inf
+    out = function(**inputs)
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[out.element_size()]
+    assert torch.equal(out[masked].view(integers), inputs["hidden"][masked].view(integers))
+    assert out[~masked].isfinite().all()
+    assert not function(**inputs | dict(residual=False))[masked].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_zero_weight_leaves_the_gate(device):
+    """What a model starts from; the conv weight has a gradient all the same."""
+    inputs = named("gate_conv", "plain")[0](device, torch.float32)
+    inputs["conv_weight"] = torch.zeros_like(inputs["conv_weight"]).requires_grad_()
+    out = ops.gate_conv(**inputs)
+    gated = ops.gate(*(inputs[n] for n in ("hidden", "key", "value", "hidden_weight", "key_weight")), eps=inputs["eps"])
+    torch.testing.assert_close(out, gated, rtol=1e-6, atol=1e-7)
+    out.sum().backward()
+    assert inputs["conv_weight"].grad.any()
+
+
+def test_state_waits_for_its_turn():
+    with pytest.raises(NotImplementedError, match="^gate_conv: state"):
+        ops.gate_conv(**named("gate_conv", "plain")[0](), state=object())
+
+
+FLOATS = "float64, float32, bfloat16 or float16"
+
+
+@pytest.mark.parametrize("argument, value, expected", [
+    ("hidden", torch.zeros(2, 11, 4, 16, dtype=torch.int64), FLOATS),
+    ("hidden", torch.zeros(11, 4, 16), "[B, T, G, D]"),
+    ("key", torch.zeros(2, 11, 4, 16, dtype=torch.int64), FLOATS),
+    ("key", torch.zeros(2, 11, 4, 15), "the shape of hidden"),
+    ("key", torch.zeros(2, 11, 4, 16, dtype=torch.float64), "float32 like hidden or bfloat16 or float16"),
+    ("value", torch.zeros(2, 11, 16, dtype=torch.float64), "float32 like key"),
+    ("value", torch.zeros(2, 11, 4, 16), "[2, 11, 16]"),
+    ("hidden_weight", torch.ones(16), "[G, D] = [4, 16]"),
+    ("key_weight", torch.ones(4, 16, dtype=torch.bool), FLOATS),
+    ("conv_weight", torch.zeros(4, 16), "K >= 1"),
+    ("conv_weight", torch.zeros(4, 16, 0), "K >= 1"),
+    ("conv_weight", torch.zeros(64, 1, 4), "[G, D, K] = [4, 16, 4]"),
+    ("conv_weight", torch.zeros(4, 16, 4, dtype=torch.int64), FLOATS),
+    ("conv_norm_weight", torch.ones(16), "[G, D] = [4, 16]"),
+    ("conv_norm_weight", torch.ones(4, 16, dtype=torch.int64), FLOATS),
+    ("eps", -1.0, "at least 0"),
+    ("conv_eps", -1.0, "at least 0"),
+    ("dilation", 0, "at least 1"),
+    ("clamp", -1.0, "at least 0"),
+    ("zero_rule", "plus", "'sign' or 'copysign'"),
+    ("activation", "gelu", "'silu' or None"),
+    ("document_ids", torch.zeros(2, 11), "integer"),
+    ("document_ids", torch.zeros(11, dtype=torch.int64), "[2, 11]"),
+    ("mask", torch.ones(2, 11), "bool"),
+    ("mask", torch.ones(2, 1, dtype=torch.bool), "[2, 11]"),
+    ("lengths", torch.zeros(2), "integer"),
+    ("lengths", torch.zeros(3, dtype=torch.int64), "[B] = [2]"),
+])
+def test_errors(argument, value, expected):
+    inputs = named("gate_conv", "plain")[0]("cpu", torch.float32) | {argument: value}
+    with pytest.raises(ValueError, match=rf"^gate_conv: {argument} must be .*{re.escape(expected)}.*, got "):
+        ops.gate_conv(**inputs)
+
+
+@pytest.mark.parametrize("argument, value", [
+    ("grad_out", torch.zeros(2, 11, 4, 15)), ("grad_out", torch.zeros(2, 11, 4, 16, dtype=torch.float64)),
+    ("stats", torch.zeros(2, 11, 12)), ("stats", torch.zeros(2, 11, 13, dtype=torch.float64)), ("dilation", 0),
+    ("activation", "gelu"), ("zero_rule", "plus"),
+])
+def test_backward_errors(argument, value):
+    inputs = named("gate_conv", "plain")[0]("cpu", torch.float32)
+    inputs.pop("eps")
+    inputs |= dict(grad_out=torch.zeros(2, 11, 4, 16), stats=torch.zeros(2, 11, 13)) | {argument: value}
+    with pytest.raises(ValueError, match=rf"^gate_conv_backward: {argument} must be .*, got "):
+        torch.ops.engram.gate_conv_backward(**inputs)
+
+
+@pytest.mark.parametrize("argument", [
+    "key", "value", "hidden_weight", "key_weight", "conv_weight", "conv_norm_weight", "document_ids", "mask",
+])
+def test_devices_do_not_mix(argument):
+    inputs = named("gate_conv", "long")[0]()
+    inputs[argument] = inputs[argument].to("meta")
+    with pytest.raises(ValueError, match=rf"^gate_conv: .*{argument} on meta"):
+        ops.gate_conv(**inputs)
