@@ -120,6 +120,9 @@ def embedding(
     _check(rows.dim() >= 1 and rows.dtype in (torch.int32, torch.int64), op, "rows must be int32/int64 [..., C]", rows)
     _check_tokenwise(op, rows.shape[:-1], mask=mask)
 
+    if row_begin is not None and row_begin < 0:
+        raise ValueError(f"{op}: row_begin must be at least 0, got {row_begin}")
+
     visible = torch.ones_like(rows, dtype=torch.bool) if mask is None else mask[..., None].expand(rows.shape)
     begin = row_begin or 0
     local = rows.long() - begin
@@ -168,6 +171,8 @@ def gate(
     _check_weight(op, "hidden_weight", hidden_weight, hidden.shape[-2:])
     _check_weight(op, "key_weight", key_weight, hidden.shape[-2:])
     _check_tokenwise(op, hidden.shape[:-2], mask=mask)
+    if not clamp > 0:
+        raise ValueError(f"{op}: clamp must be above 0, got {clamp}")
     if zero_rule not in ("sign", "copysign"):
         raise ValueError(f"{op}: zero_rule must be 'sign' or 'copysign', got {zero_rule!r}")
 
@@ -296,51 +301,6 @@ def gate_conv(
         return out.to(hidden.dtype)
     here = None if mask is None else mask[..., None, None]
     return _select(here, (out + wide).to(hidden.dtype), hidden)
-
-
-def gate_conv(
-    hidden: Tensor,
-    key: Tensor,
-    value: Tensor,
-    hidden_weight: Tensor | None,
-    key_weight: Tensor | None,
-    conv_weight: Tensor,
-    conv_norm_weight: Tensor | None,
-    *,
-    eps: float,
-    conv_eps: float = 1e-5,
-    dilation: int,
-    clamp: float = 1e-6,
-    zero_rule: str = "sign",
-    activation: str | None = "silu",
-    document_ids: Tensor | None = None,
-    mask: Tensor | None = None,
-    residual: bool = False,
-    state=None,
-    lengths: Tensor | None = None,
-) -> Tensor:
-    """The gate followed by the short convolution of its result: `short_conv(gate(...))`, plus hidden with `residual`.
-
-    hidden, key [B, T, G, D]; value [B, T, D]; the rest as in `gate` and `short_conv`. mask False gives zero (`hidden`,
-    bit for bit, with `residual`). Returns [B, T, G, D] in hidden's dtype; the gated value in between is not rounded.
-
-    Raises ValueError and NotImplementedError as `gate` and `short_conv` do.
-    """
-    _check(hidden.dim() == 4, "gate_conv", "hidden must be [B, T, G, D]", hidden)
-    if lengths is not None:
-        _check(lengths.shape == hidden.shape[:1] and _is_integer(lengths), "gate_conv",
-               f"lengths must be integer [{hidden.shape[0]}]", lengths)
-        counted = torch.arange(hidden.shape[1], device=hidden.device) < lengths[:, None]
-        mask = counted if mask is None else mask & counted
-    dtype = _accumulate(hidden)
-    gated = gate(hidden.to(dtype), key.to(dtype), value.to(dtype), hidden_weight, key_weight,
-                 eps=eps, clamp=clamp, zero_rule=zero_rule, mask=mask)
-    out = short_conv(gated, conv_weight, conv_norm_weight, dilation=dilation, eps=conv_eps, activation=activation,
-                     document_ids=document_ids, mask=mask, state=state)
-    here = None if mask is None else mask[..., None, None]
-    if residual:
-        out = out + _select(here, hidden.to(dtype), 0)
-    return _select(here, out.to(hidden.dtype), hidden if residual else 0)
 
 
 def _accumulate(x: Tensor) -> torch.dtype:

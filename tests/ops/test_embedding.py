@@ -184,3 +184,9 @@ def test_devices_do_not_mix(argument):
     inputs[argument] = inputs[argument].to("meta")
     with pytest.raises(ValueError, match=rf"^embedding: .*{argument} on meta"):
         ops.embedding(**inputs)
+
+
+@pytest.mark.parametrize("function", [ops.embedding, reference.embedding])
+def test_a_shard_cannot_begin_below_zero(function):
+    with pytest.raises(ValueError, match=r"^embedding: row_begin must be at least 0, got -3$"):
+        function(torch.zeros(5, 2), torch.zeros(1, 1, dtype=torch.int64), row_begin=-3)
