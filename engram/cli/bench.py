@@ -1,0 +1,23 @@
+"""`engram bench`: the benchmarks, which are in the source tree and not in the installed package."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import engram
+from engram.cli.errors import UsageError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `benchmarks.run`, with its own options (`engram bench --help`), and return its exit status.
+
+    Raises:
+        UsageError: this engram was not installed from a source tree with `pip install -e`.
+    """
+    root = Path(engram.__file__).parents[1]
+    if not (root / "benchmarks" / "run.py").is_file():
+        raise UsageError("the benchmarks are in the source tree: run `python -m pip install -e .` in a clone, then this")
+    sys.path.insert(0, str(root))
+    from benchmarks import run
+
+    return run.main(argv, prog="engram bench")

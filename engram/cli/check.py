@@ -1,0 +1,142 @@
+"""`engram check`: every operator, forward and backward, against `engram.reference` in float64.
+
+The inputs are small, drawn with a fixed seed, and rounded to the dtype under test before the reference sees them: what
+is measured is the kernels' own error. It is relative and norm-wise, the worst of all outputs or gradients.
+"""
+
+import argparse
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import engram
+from engram import ops, reference
+from engram.cli.errors import UsageError
+
+TOLERANCES = {  # forward, gradients; one rounding of an output is 6e-8, 4e-3, 5e-4 at most
+    torch.float64: (1e-12, 1e-11),
+    torch.float32: (1e-5, 1e-4),
+    torch.bfloat16: (8e-3, 8e-3),
+    torch.float16: (1e-3, 1e-3),
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `engram check`."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="check this device only (default: all there are)")
+
+
+def devices(wanted: str | None = None) -> list[str]:
+    """The devices engram's operators run on here. Raises UsageError where `wanted` is none of them."""
+    kernels, gpu = bool(engram.build_info()["cuda"]), torch.cuda.is_available()
+    found = ["cpu"] + (["cuda"] if kernels and gpu else [])
+    if wanted is None:
+        return found
+    if wanted not in found:
+        why = "this build of engram has no CUDA kernels" if not kernels else "torch sees no GPU"
+        raise UsageError(f"device {wanted} cannot be used: {why}")
+    return [wanted]
+
+
+def inputs(op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """`(tensors, constants)` of an operator: float64 tensors to round and differentiate, and all other arguments."""
+    draw = torch.Generator().manual_seed(0)
+
+    def floats(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    def integers(high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=draw)
+
+    B, T, G, D, K, V = 2, 19, 2, 24, 4, 50
+    documents = torch.tensor([[0] * 7 + [1] * (T - 7), [0] * T])
+    mask = torch.arange(T) < torch.tensor([[T], [T - 4]])
+    if op == "ngram_hash":
+        moduli = torch.tensor([[11, 13, 17, 19], [23, 29, 31, 37]])
+        return {}, dict(
+            token_ids=integers(V, B, T),
+            multipliers=2 * integers(2**62, 2, 3) + 1,
+            moduli=moduli,
+            offsets=moduli.cumsum(1) - moduli,
+            pad_id=2,
+            token_map=(torch.arange(V) * 7 % 40).to(torch.int32),
+            document_ids=documents,
+            mask=mask,
+            history=torch.tensor([[3, 4], [-1, 5]]),
+        )
+    if op == "embedding":
+        return dict(table=floats(60, D)), dict(rows=integers(60, B, T, 4), mask=mask)
+    gate = dict(
+        hidden=floats(B, T, G, D), key=floats(B, T, G, D), value=floats(B, T, D),
+        hidden_weight=1 + floats(G, D) / 4, key_weight=1 + floats(G, D) / 4,
+    )
+    if op == "gate":
+        return gate, dict(eps=1e-6, mask=mask, residual=True)
+    if op == "short_conv":
+        tensors = dict(x=floats(B, T, G, D), weight=floats(G, D, K) / 2, norm_weight=1 + floats(G, D) / 4)
+        return tensors, dict(dilation=3, document_ids=documents, mask=mask)
+    if op == "gate_conv":
+        conv = dict(conv_weight=floats(G, D, K) / 2, conv_norm_weight=1 + floats(G, D) / 4)
+        return gate | conv, dict(eps=1e-6, dilation=3, document_ids=documents, mask=mask, residual=True)
+    raise NotImplementedError(f"engram check has no inputs for {op}")
+
+
+def measure(op: str, device: str, dtype: torch.dtype) -> tuple[float, float | None]:
+    """Errors `(forward, gradients)` of one operator; of `ngram_hash` the share of wrong row ids, and no gradients."""
+    tensors, constants = inputs(op)
+    rounded = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    grad_output = None
+    results = []
+    for module, place, kind in ((ops, device, dtype), (reference, "cpu", torch.float64)):
+        leaves = {name: tensor.to(place, kind).requires_grad_() for name, tensor in rounded.items()}
+        others = {name: v.to(place) if isinstance(v, torch.Tensor) else v for name, v in constants.items()}
+        output = getattr(module, op)(**leaves, **others)
+        if not leaves:
+            results.append((output.cpu(), []))
+            continue
+        if grad_output is None:
+            draw = torch.Generator().manual_seed(1)
+            grad_output = torch.randn(output.shape, generator=draw, dtype=torch.float64).to(dtype)
+        gradients = torch.autograd.grad(output, list(leaves.values()), grad_output.to(place, kind))
+        results.append((output.detach().cpu().double(), [g.cpu().double() for g in gradients]))
+    (output, gradients), (expected, expected_gradients) = results
+    if not tensors:
+        return (output != expected).double().mean().item(), None
+    return relative(output, expected), max(map(relative, gradients, expected_gradients))
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what was expected."""
+    return ((got - expected).norm() / expected.norm()).item()
+
+
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Check all, one line each; returns exit status and record."""
+    found, records = devices(options.device), []
+    if torch.cuda.is_available() and options.device is None and "cuda" not in found:
+        print("cuda: not checked, this build of engram has no CUDA kernels")
+    for op in ops.__all__:
+        dtypes = TOLERANCES if inputs(op)[0] else {torch.int64: (0.0, None)}
+        for device in found:
+            for dtype, tolerance in dtypes.items():
+                records.append(check_one(op, device, dtype, tolerance))
+    failed = sum(not record["ok"] for record in records)
+    print(f"check: {len(records) - failed} of {len(records)} good" + (f", {failed} FAILED" if failed else ""))
+    return (1 if failed else 0), {"ok": not failed, "checks": records}
+
+
+def check_one(op: str, device: str, dtype: torch.dtype, tolerance: tuple[float, float | None]) -> dict[str, Any]:
+    """Check, print one line, return it as a record."""
+    record = {"op": op, "device": device, "dtype": str(dtype).removeprefix("torch.")}
+    try:
+        forward, gradients = errors = measure(op, device, dtype)
+        # "not <=" rather than ">": a NaN fails.
+        record["ok"] = all(e is None or e <= t for e, t in zip(errors, tolerance))
+        record |= {"forward": forward, "gradients": gradients}
+        text = f"forward {forward:7.1e}" + (f"  gradients {gradients:7.1e}" if gradients is not None else "  exact")
+    except Exception as error:  # noqa: BLE001  an operator that raises is a finding like any other
+        record |= {"ok": False, "error": f"{type(error).__name__}: {error}"}
+        text = record["error"].splitlines()[0]
+    print(f"{op:12} {device:5} {record['dtype']:9} {text:40} {'ok' if record['ok'] else 'FAILED'}", flush=True)
+    return record

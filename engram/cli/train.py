@@ -1,0 +1,287 @@
+"""`engram train`: two language models on real text, with and without Engram; progress, checkpoint, plot, signals."""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engram.cli.check import devices
+from engram.cli.errors import UsageError, require
+
+if TYPE_CHECKING:  # needs the optional dependencies
+    from engram.models.training import Comparison, TrainConfig
+
+STEPS_VARIABLE = "ENGRAM_TRAIN_STEPS"
+CHECKPOINT, PREVIOUS, PLOT = "checkpoint.safetensors", "checkpoint.previous.safetensors", "losses.png"
+
+DESCRIPTION = """\
+Train two small language models on the same text and compare their losses on text that neither has seen.
+
+Both have the same backbone with the same initial weights, and see the same batches in the same order under the same
+optimizer and schedule. They differ in one thing: before the attention of some layers, one of them adds the output of an
+Engram layer. The text is tokenised with a byte-level BPE trained on it; whole files are held out (every tenth)."""
+
+EPILOG = """\
+examples:
+  engram train                                 300 steps on Python's own source files, a few minutes on two cores
+  engram train --text book.txt notes/          your own text: files and folders
+  engram train --steps 2000 --out runs/long    stop it with Ctrl-C, then
+  engram train --resume --out runs/long        continue it, bit for bit as if it had never stopped
+
+The --out folder gets checkpoint.safetensors (models, optimizers, losses), losses.png (the curves) and tokenizer-*.json.
+Ctrl-C and SIGTERM save and end with exit status 130 and 143; a second Ctrl-C ends at once. Wrong usage: status 2."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options that decide the numbers have no default here: those not given come from the checkpoint with --resume, and
+    from TrainConfig without."""
+    text = parser.add_argument_group("text").add_argument
+    text("--text", nargs="+", metavar="PATH",
+         help="text files and folders of them, read as UTF-8 (default: the .py files of Python's standard library)")
+    text("--vocab-size", type=int, metavar="N", help="tokens of the BPE, at most (default: 4096)")
+
+    run = parser.add_argument_group("run").add_argument
+    run("--steps", type=int, metavar="N",
+        help=f"optimizer steps of each model (default: the environment variable {STEPS_VARIABLE}, or 300)")
+    run("--tokens", type=int, metavar="N", help="tokens per step (default: 2048)")
+    run("--length", type=int, metavar="N", help="tokens in a row that attention can see (default: 256)")
+    run("--lr", type=float, metavar="X", help="peak learning rate; five times as much for the tables (default: 4e-3)")
+    run("--seed", type=int, metavar="N", help="of the weights, the hash and the data order (default: 0)")
+    run("--out", type=Path, default=Path("engram-run"), metavar="DIR",
+        help="where checkpoint, plot and tokenizer go (default: ./engram-run)")
+    run("--resume", action="store_true",
+        help="continue the checkpoint in --out with its own settings; only --steps and the machine may differ")
+    run("--save-every", type=int, default=50, metavar="N", help="steps between two checkpoints (default: 50)")
+
+    model = parser.add_argument_group("model").add_argument
+    model("--layers", type=int, metavar="N", help="transformer blocks (default: 3)")
+    model("--hidden-size", type=int, metavar="N", help="width (default: 128)")
+    model("--heads", type=int, metavar="N", help="attention heads (default: 4)")
+    model("--branches", type=int, choices=(1, 4),
+          help="residual streams: 1 is the plain residual, 4 are hyper-connections, one Engram gate each (default: 1)")
+    model("--engram-layers", type=int, nargs="+", metavar="I",
+          help="blocks with an Engram layer before their attention, counted from 0 (default: 1)")
+    model("--table-size", type=int, metavar="N",
+          help="rows of each of the 8 lookup tables of an Engram layer, rounded up to a prime (default: 20000)")
+
+    machine = parser.add_argument_group("machine").add_argument
+    machine("--device", choices=("cpu", "cuda"), help="where to run (default: cuda where engram has kernels for it)")
+    machine("--dtype", choices=("float32", "bfloat16", "float64"),
+            help="bfloat16: float32 weights under torch.autocast (default: float32)")
+    machine("--threads", type=int, metavar="N", help="CPU threads (default: torch's own choice)")
+
+
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Train; returns exit status and record. Raises UsageError for what the user can put right."""
+    require("tokenizers", "safetensors", "tqdm", "matplotlib")
+    from engram.models.corpus import CorpusError
+    from engram.models.training import CheckpointError, DivergenceError
+
+    try:
+        return train(options)
+    except (CorpusError, CheckpointError) as error:
+        raise UsageError(error) from None
+    except DivergenceError as error:
+        print(f"engram: {error}", file=sys.stderr)
+        return 1, {"error": str(error)}
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # the output folder: not writable, disk full...
+        if error.filename is None and error.strerror is None:
+            raise
+        raise UsageError(f"{error.filename or options.out}: {error.strerror}") from None
+
+
+def train(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """`run` without the translation of errors."""
+    from engram.models.corpus import find_files, load_corpus
+    from engram.models.training import BASELINE, ENGRAM, Comparison
+
+    checkpoint = options.out / CHECKPOINT
+    config = settings(options, checkpoint)
+    if options.save_every < 1:
+        raise UsageError(f"--save-every must be at least 1, got {options.save_every}")
+    if options.threads is not None:
+        if options.threads < 1:
+            raise UsageError(f"--threads must be at least 1, got {options.threads}")
+        torch.set_num_threads(options.threads)
+    device = devices(options.device)[-1]
+
+    began = time.monotonic()
+    print(f"reading {len(find_files(config.text)):,} files, training the tokenizer ...", flush=True)
+    corpus = load_corpus(config.text, vocab_size=config.vocab_size, cache=options.out, min_tokens=config.length + 1)
+    comparison = Comparison(config, corpus, device)
+    if options.resume:
+        comparison.load(checkpoint)
+        if comparison.step > config.steps:
+            raise UsageError(f"{checkpoint} is at step {comparison.step} already, past --steps {config.steps}")
+    describe(comparison)
+    if options.resume:
+        print(f"resumed at step {comparison.step} from {checkpoint}")
+    elif checkpoint.exists():
+        os.replace(checkpoint, options.out / PREVIOUS)
+        print(f"kept the checkpoint of an earlier run as {options.out / PREVIOUS} (--resume would have continued it)")
+    print(flush=True)
+
+    with Signals() as signals:
+        train_steps(comparison, options, checkpoint, signals)
+        if signals.caught is None:
+            losses = comparison.evaluate()
+        comparison.save(checkpoint)
+        plot(comparison.history, options.out / PLOT)
+
+    record = {
+        "step": comparison.step,
+        "steps": config.steps,
+        "held_out": None,
+        "parameters": comparison.parameter_counts(),
+        "seconds": round(time.monotonic() - began, 1),
+        "checkpoint": str(checkpoint),
+        "plot": str(options.out / PLOT),
+    }
+    if signals.caught is not None:
+        command = "engram train --resume" + ("" if str(options.out) == "engram-run" else f" --out {options.out}")
+        print(f"\nstopped by {signals.caught.name}; saved step {comparison.step} of {config.steps}")
+        print(f"continue: {command}")
+        return 128 + signals.caught, record
+    change = 100 * (losses[ENGRAM] / losses[BASELINE] - 1)
+    record |= {"held_out": losses, "difference_percent": change}
+    print(f"\nheld-out loss after {comparison.step} steps of {config.tokens} tokens ({record['seconds']:.0f} s)")
+    print(f"  baseline    {losses[BASELINE]:.4f}")
+    print(f"  engram      {losses[ENGRAM]:.4f}")
+    print(f"  difference  {change:+.1f} %")
+    print(f"curves: {options.out / PLOT}, models: {checkpoint}")
+    return 0, record
+
+
+def settings(options: argparse.Namespace, checkpoint: Path) -> "TrainConfig":
+    """The TrainConfig of this run: the options given, over the checkpoint's with --resume, over the defaults else.
+
+    Raises UsageError for a wrong value, and for an option that contradicts the checkpoint.
+    """
+    from engram.models.training import TrainConfig, read_metadata
+
+    given = {name: getattr(options, name) for name in TrainConfig.__dataclass_fields__}
+    given = {name: value for name, value in given.items() if value is not None}
+    if "text" in given:
+        given["text"] = [str(Path(path).absolute()) for path in given["text"]]
+    if "engram_layers" in given:
+        given["engram_layers"] = tuple(given["engram_layers"])
+    try:
+        if options.resume:
+            stored = TrainConfig.from_json(read_metadata(checkpoint)["config"])
+            for name, value in given.items():
+                if name not in ("steps", "text") and value != getattr(stored, name):
+                    option = "--" + name.replace("_", "-")
+                    raise UsageError(f"{option} {value} contradicts {checkpoint}, which was started with "
+                                     f"{getattr(stored, name)}; leave it out, or start anew without --resume")
+            return replace(stored, **given)
+        if "steps" not in given and STEPS_VARIABLE in os.environ:
+            try:
+                given["steps"] = int(os.environ[STEPS_VARIABLE])
+            except ValueError:
+                raise UsageError(f"{STEPS_VARIABLE} must be an integer, got {os.environ[STEPS_VARIABLE]!r}") from None
+        return TrainConfig(**given)
+    except ValueError as error:
+        raise UsageError(error) from None
+
+
+def describe(comparison: "Comparison") -> None:
+    """Print what is trained on what."""
+    from engram.models.corpus import MAX_TEXT_BYTES
+
+    corpus, counts, token_map = comparison.corpus, comparison.parameter_counts(), comparison.token_map
+    tables = counts["tables"]
+    print(f"documents  {corpus.train_documents:,} to train on ({len(corpus.train):,} tokens), "
+          f"{corpus.held_out_documents:,} held out ({len(corpus.held_out):,} tokens)")
+    if corpus.cut:
+        print(f"           more than {MAX_TEXT_BYTES >> 20} MiB: the rest of the text is not used")
+    if corpus.skipped:
+        print(f"           {corpus.skipped:,} binary or unreadable files passed over")
+    print(f"tokenizer  {token_map.vocab_size:,} tokens, {token_map.compressed_vocab_size:,} for the hash "
+          "(case, accents and space folded)")
+    print(f"baseline   {counts['baseline']:,} parameters")
+    print(f"engram     {counts['engram']:,} parameters: the same backbone, {tables:,} in lookup tables, "
+          f"{counts['engram'] - counts['baseline'] - tables:,} in projections, gate and convolution")
+
+
+def train_steps(
+    comparison: "Comparison", options: argparse.Namespace, checkpoint: Path, signals: "Signals"
+) -> None:
+    """Train up to the last step or a signal, with held-out losses on the way and a bar, or lines, of progress."""
+    from tqdm import tqdm
+
+    steps, first = comparison.config.steps, comparison.step
+    evaluate_every = max(10, steps // 10)
+    terminal = sys.stderr.isatty()
+    began = time.monotonic()
+    bar = tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True, disable=not terminal)
+    with bar:
+        while comparison.step < steps and signals.caught is None:
+            losses = comparison.train_step()
+            step = comparison.step
+            bar.set_postfix_str("loss: " + "  ".join(f"{n} {x:.3f}" for n, x in losses.items()), refresh=False)
+            bar.update()
+            if step % evaluate_every == 0 and step < steps:
+                held_out = comparison.evaluate()
+                line = f"step {step}/{steps}  held-out loss: "
+                line += "  ".join(f"{name} {loss:.4f}" for name, loss in held_out.items())
+                if terminal:
+                    bar.write(line)
+                else:
+                    left = (time.monotonic() - began) / (step - first) * (steps - step)
+                    print(f"{line}  {left:.0f} s left", flush=True)
+            if step % options.save_every == 0 and step < steps:
+                comparison.save(checkpoint)
+
+
+class Signals:
+    """Within the context the first SIGINT or SIGTERM is noted in `caught`; the second one raises KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.caught: signal.Signals | None = None
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        if threading.current_thread() is threading.main_thread():
+            self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def note(self, number: int, _frame: FrameType | None) -> None:
+        if self.caught is not None:
+            raise KeyboardInterrupt
+        self.caught = signal.Signals(number)
+
+
+def plot(history: dict[str, list], path: Path) -> None:
+    """Draw the losses: training thin, held-out with dots. The PNG at `path` is replaced in one go."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    for index, (name, color) in enumerate((("baseline", "tab:gray"), ("engram", "tab:blue")), start=1):
+        steps = [entry[0] for entry in history["train"]]
+        axes.plot(steps, [entry[index] for entry in history["train"]], color=color, linewidth=0.7, alpha=0.5,
+                  label=f"{name}, training")
+        steps = [entry[0] for entry in history["held_out"]]
+        axes.plot(steps, [entry[index] for entry in history["held_out"]], color=color, marker="o", markersize=4,
+                  label=f"{name}, held out")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title="The same language model with and without Engram")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    part = path.with_suffix(".part")
+    FigureCanvasAgg(figure).print_png(str(part))
+    os.replace(part, path)

@@ -1,0 +1,8 @@
+"""A small language model with Engram layers, its text and its training: examples to read, and what `engram train` runs.
+
+Needs `pip install "engram-torch[train]"` (tokenizers, safetensors, tqdm, matplotlib); the model, `lm`, only torch.
+"""
+
+from engram.models.lm import LanguageModel, LanguageModelConfig
+
+__all__ = ["LanguageModel", "LanguageModelConfig"]

@@ -1,0 +1,311 @@
+"""Train two language models that differ only in the Engram layer, side by side, on the same batches.
+
+Same backbone weights at the start, same data order, same optimizer and schedule. The schedule does not depend on the
+number of steps: a run that is stopped and resumed, also with more steps, equals one that never stopped, bit for bit (on
+one device, torch version and thread count).
+"""
+
+import errno
+import json
+import math
+import os
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engram.config import EngramConfig
+from engram.models.corpus import Corpus, held_out_batches, training_batch
+from engram.models.lm import LanguageModel, LanguageModelConfig
+from engram.nn import MultiHeadEmbedding
+from engram.vocab import TokenMap
+
+BASELINE, ENGRAM = NAMES = ("baseline", "engram")
+DTYPES = ("float32", "bfloat16", "float64")
+WARMUP_STEPS = 40
+WEIGHT_DECAY = 0.1
+TABLE_LR = 5.0  # the tables learn five times as fast and without weight decay, as in the paper
+MAX_GRAD_NORM = 1.0
+HELD_OUT_WINDOWS = 128
+# Small enough for a dense Adam on two cores. Rows start small: beside token embeddings of std 0.02, rows of std 1 would
+# be noise that the first hundred steps are spent on removing.
+TABLES = dict(max_ngram_size=3, heads_per_ngram=4, embed_dim_per_head=16, table_std=0.02)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read, or that belongs to another run. One sentence."""
+
+
+class DivergenceError(RuntimeError):
+    """A loss that is not finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Every setting that decides the numbers of a run; all of it is kept in the checkpoint.
+
+    Raises ValueError naming the field for a wrong value.
+    """
+
+    text: tuple[str, ...] = ()  # files and folders; empty: the standard library
+    steps: int = 300
+    tokens: int = 2048  # per step
+    length: int = 256  # of a window
+    vocab_size: int = 4096
+    hidden_size: int = 128
+    layers: int = 3
+    heads: int = 4
+    branches: int = 1
+    engram_layers: tuple[int, ...] = (1,)
+    table_size: int = 20000  # rows of each of the 8 tables of an Engram layer, about
+    seed: int = 0
+    lr: float = 4e-3
+    dtype: str = "float32"  # bfloat16: float32 weights under autocast
+
+    def __post_init__(self) -> None:
+        for name in ("text", "engram_layers"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("steps", "tokens", "hidden_size", "layers", "heads", "branches", "table_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.length < 2:
+            raise ValueError(f"length must be at least 2, got {self.length}")
+        if self.tokens % self.length:
+            raise ValueError(f"tokens must be a multiple of length = {self.length}, got {self.tokens}")
+        if self.vocab_size < 257:
+            raise ValueError(f"vocab_size must be at least 257 (256 bytes and end of text), got {self.vocab_size}")
+        if self.hidden_size % (2 * self.heads):
+            raise ValueError(f"hidden_size must be a multiple of 2 * heads = {2 * self.heads}, got {self.hidden_size}")
+        if not self.engram_layers or len(set(self.engram_layers)) < len(self.engram_layers):
+            raise ValueError(f"engram_layers must name each layer once, got {list(self.engram_layers)}")
+        if not all(0 <= layer < self.layers for layer in self.engram_layers):
+            raise ValueError(f"engram_layers must lie in [0, layers = {self.layers}), got {list(self.engram_layers)}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be positive, got {self.lr}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "TrainConfig":
+        """Raises ValueError where the text is none of to_json's, or of another version's."""
+        try:
+            return cls(**json.loads(text))
+        except TypeError as error:
+            raise ValueError(f"not the settings of this version of engram: {error}") from None
+
+
+def parameter_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
+    """AdamW groups: the matrices decay, the tables learn faster and do not decay, the rest (norms, taps) does not."""
+    matrices = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    tables = [m.weight for m in model.modules() if isinstance(m, MultiHeadEmbedding)]
+    taken = set(map(id, matrices + tables))
+    rest = [p for p in model.parameters() if id(p) not in taken]
+    groups = [
+        dict(params=matrices, weight_decay=WEIGHT_DECAY, peak_lr=lr),
+        dict(params=rest, weight_decay=0.0, peak_lr=lr),
+        dict(params=tables, weight_decay=0.0, peak_lr=lr * TABLE_LR),
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def schedule(step: int) -> float:
+    """Factor of the learning rate at a step (from 0): linear warm-up, then the inverse square root."""
+    return min((step + 1) / WARMUP_STEPS, (WARMUP_STEPS / (step + 1)) ** 0.5)
+
+
+class Comparison:
+    """Both models, their optimizers, the step reached and the losses so far.
+
+    `history` is `{"train": [[step, baseline, engram], ...], "held_out": [...]}`.
+    """
+
+    def __init__(self, config: TrainConfig, corpus: Corpus, device: str | torch.device = "cpu") -> None:
+        self.config, self.corpus, self.device = config, corpus, torch.device(device)
+        self.token_map = TokenMap.from_tokenizer(corpus.tokenizer)
+        self.models, self.optimizers = {}, {}
+        for name in NAMES:
+            torch.manual_seed(config.seed)
+            model = LanguageModel(self.model_config(name), self.token_map)
+            if config.dtype == "float64":
+                model = model.double()
+            self.models[name] = model.to(self.device)
+            groups = parameter_groups(model, config.lr)
+            self.optimizers[name] = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+        self.step = 0
+        self.history = {"train": [], "held_out": []}
+
+    def model_config(self, name: str) -> LanguageModelConfig:
+        """Of one of the two NAMES."""
+        config = self.config
+        common = dict(
+            vocab_size=self.token_map.vocab_size, hidden_size=config.hidden_size, branches=config.branches
+        )
+        engram = None
+        if name == ENGRAM:
+            engram = EngramConfig(
+                **common,
+                **TABLES,
+                table_size=config.table_size,
+                compressed_vocab_size=self.token_map.compressed_vocab_size,
+                layer_ids=config.engram_layers,
+                pad_id=0,  # END_OF_TEXT
+                seed=config.seed,
+            )
+        return LanguageModelConfig(**common, layers=config.layers, heads=config.heads, engram=engram)
+
+    def parameter_counts(self) -> dict[str, int]:
+        """`{"baseline": n, "engram": n, "tables": n}`; the tables are part of "engram"."""
+        counts = {name: sum(p.numel() for p in model.parameters()) for name, model in self.models.items()}
+        modules = self.models[ENGRAM].modules()
+        counts["tables"] = sum(m.weight.numel() for m in modules if isinstance(m, MultiHeadEmbedding))
+        return counts
+
+    def train_step(self) -> dict[str, float]:
+        """One optimizer step of each model on the batch of this step. Returns the losses `{name: float}`.
+
+        Raises DivergenceError where a loss is not finite; the step then does not count.
+        """
+        config = self.config
+        shape = dict(batch=config.tokens // config.length, length=config.length)
+        batch = training_batch(self.corpus.train, **shape, seed=config.seed, step=self.step)
+        losses = {}
+        for name, model in self.models.items():
+            optimizer = self.optimizers[name]
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak_lr"] * schedule(self.step)
+            loss = self._loss(model, batch)
+            losses[name] = loss.item()
+            if not math.isfinite(losses[name]):
+                raise DivergenceError(f"the {name}'s loss is {losses[name]} at step {self.step + 1}; try a smaller lr")
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+            optimizer.step()
+        self.step += 1
+        self.history["train"].append([self.step, *losses.values()])
+        return losses
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Mean held-out losses `{name: float}`, per token; recorded once a step."""
+        config = self.config
+        shape = dict(batch=config.tokens // config.length, length=config.length)
+        totals, count = dict.fromkeys(NAMES, 0.0), 0
+        for batch in held_out_batches(self.corpus.held_out, **shape, windows=HELD_OUT_WINDOWS):
+            targets = int((batch[1] >= 0).sum())
+            count += targets
+            for name, model in self.models.items():
+                totals[name] += self._loss(model, batch).item() * targets
+        losses = {name: total / count for name, total in totals.items()}
+        if not self.history["held_out"] or self.history["held_out"][-1][0] != self.step:
+            self.history["held_out"].append([self.step, *losses.values()])
+        return losses
+
+    def _loss(self, model: LanguageModel, batch: tuple[Tensor, ...]) -> Tensor:
+        tokens, targets, documents = (tensor.to(self.device) for tensor in batch)
+        half = self.config.dtype == "bfloat16"
+        with torch.autocast(self.device.type, torch.bfloat16) if half else nullcontext():
+            return model.loss(tokens, targets, documents)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write everything to `path` (safetensors). A file already there is replaced only by a complete one.
+
+        Raises OSError where it cannot be written.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        tensors = {"rng": torch.get_rng_state()}
+        for name in NAMES:
+            for key, tensor in self.models[name].state_dict().items():
+                tensors[f"{name}.model.{key}"] = tensor
+            for index, state in self.optimizers[name].state_dict()["state"].items():
+                for key, tensor in state.items():
+                    tensors[f"{name}.optimizer.{index}.{key}"] = tensor
+        metadata = {
+            "format": "pt",
+            "config": self.config.to_json(),
+            "step": str(self.step),
+            "history": json.dumps(self.history),
+            "corpus": self.corpus.fingerprint,
+            "token_map": self.token_map.fingerprint,
+        }
+        path = Path(path)
+        part = path.with_name(path.name + ".part")
+        try:
+            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part, metadata)
+            _fsync(part)
+            os.replace(part, path)
+            _fsync(path.parent)
+        except SafetensorError as error:
+            raise OSError(errno.EIO, f"cannot be written: {error}", str(path)) from None
+        finally:
+            part.unlink(missing_ok=True)
+
+    def load(self, path: str | os.PathLike) -> None:
+        """Take over models, optimizers, step and history of a checkpoint of this very run (steps may differ).
+
+        Raises CheckpointError where it cannot be read or differs in settings or text; nothing is changed then.
+        """
+        from safetensors.torch import load_file
+
+        metadata = read_metadata(path)
+        stored = TrainConfig.from_json(metadata["config"])
+        differing = [
+            f.name for f in fields(stored)
+            if f.name not in ("steps", "text") and getattr(stored, f.name) != getattr(self.config, f.name)
+        ]
+        if differing:
+            raise CheckpointError(f"{path} was trained with another {', '.join(differing)}")
+        if metadata["corpus"] != self.corpus.fingerprint or metadata["token_map"] != self.token_map.fingerprint:
+            raise CheckpointError(f"{path} was trained on another text: the files or the tokenizer have changed")
+        tensors = load_file(path)
+        for name in NAMES:
+            prefix = f"{name}.model."
+            self.models[name].load_state_dict(
+                {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+            )
+            prefix = f"{name}.optimizer."
+            state = self.optimizers[name].state_dict()
+            state["state"] = {}
+            for key, tensor in tensors.items():
+                if key.startswith(prefix):
+                    index, entry = key.removeprefix(prefix).split(".")
+                    state["state"].setdefault(int(index), {})[entry] = tensor
+            self.optimizers[name].load_state_dict(state)
+        torch.set_rng_state(tensors["rng"])
+        self.step = int(metadata["step"])
+        self.history = json.loads(metadata["history"])
+
+
+def read_metadata(path: str | os.PathLike) -> dict[str, str]:
+    """The metadata of a checkpoint. Raises CheckpointError where it is missing, damaged or of another kind."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+    except FileNotFoundError:
+        raise CheckpointError(f"no checkpoint at {path}") from None
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from None
+    if not {"config", "step", "history", "corpus", "token_map"} <= metadata.keys():
+        raise CheckpointError(f"{path} is not a checkpoint of engram train")
+    return metadata
+
+
+def _fsync(path: Path) -> None:
+    """Wait until a file's content, or a folder's entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

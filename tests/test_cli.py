@@ -1,0 +1,281 @@
+"""The command line, in this process and, for signals, in one of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import engram
+from engram import cli, ops
+from engram.cli import check
+from engram.cli import train as train_command
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("safetensors")
+pytest.importorskip("tqdm")
+pytest.importorskip("matplotlib")
+
+SMALL = "--vocab-size 300 --tokens 64 --length 16 --hidden-size 16 --heads 2 --layers 2 --table-size 101".split()
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(12):
+        lines = (f"def function_{i}_{j}(value): return value + {i * j}  # Value\n" for j in range(60))
+        (folder / f"{i:02}.py").write_text("".join(lines))
+    return folder
+
+
+def call(capsys, *arguments):
+    """Exit status, lines of stdout, stderr."""
+    try:
+        status = cli.main([str(argument) for argument in arguments])
+    except SystemExit as error:  # argparse
+        status = error.code
+    captured = capsys.readouterr()
+    return status, captured.out.splitlines(), captured.err
+
+
+def train(capsys, texts, out, *arguments):
+    return call(capsys, "train", "--text", texts, "--out", out, *SMALL, *arguments)
+
+
+def no_difference(one, other):
+    """Whether two checkpoints hold the same tensors, bit for bit."""
+    from safetensors.torch import load_file
+
+    one, other = load_file(one), load_file(other)
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+# report and check
+
+
+def test_report(capsys):
+    status, lines, _ = call(capsys, "report", "--json")
+    assert status == 0 and json.loads(lines[-1]) == json.loads(json.dumps(engram.build_info()))
+    text = "\n".join(lines[:-1])
+    for part in (engram.__version__, torch.__version__, engram.build_info()["compiler"], engram.build_info()["cpu"]):
+        assert part in text
+
+
+def test_check_covers_every_operator_and_dtype(capsys):
+    status, lines, _ = call(capsys, "check", "--json", "--device", "cpu")
+    record = json.loads(lines[-1])
+    assert status == 0 and record["ok"] and len(lines) == len(record["checks"]) + 2
+    done = {(entry["op"], entry["dtype"]) for entry in record["checks"]}
+    floats = {"float64", "float32", "bfloat16", "float16"}
+    assert done == {(op, d) for op in ops.__all__ if op != "ngram_hash" for d in floats} | {("ngram_hash", "int64")}
+    assert all(e["gradients"] is not None for e in record["checks"] if e["op"] != "ngram_hash")
+
+
+@pytest.mark.parametrize("what", ["forward", "gradient", "raises", "nan"])
+def test_check_finds_a_fault(capsys, monkeypatch, what):
+    good = ops.gate
+
+    def faulty(hidden, key, value, *weights, **options):
+        if what == "raises":
+            raise RuntimeError("no such kernel")
+        out = good(hidden, key, value, *weights, **options)
+        if what == "forward":
+            return out * 1.05
+        if what == "nan":
+            return out * torch.nan
+        return out + 0.05 * (value - value.detach()).unsqueeze(-2)
+
+    monkeypatch.setattr(ops, "gate", faulty)
+    status, lines, _ = call(capsys, "check", "--json")
+    entries = json.loads(lines[-1])["checks"]
+    assert status == 1
+    assert {entry["op"] for entry in entries if not entry["ok"]} == {"gate"}
+    assert all(not entry["ok"] for entry in entries if entry["op"] == "gate")
+    assert "4 FAILED" in lines[-2]
+
+
+def test_check_finds_a_wrong_row(capsys, monkeypatch):
+    good = ops.ngram_hash
+
+    def faulty(*arguments, **options):
+        rows = good(*arguments, **options)
+        rows[0, 0, 0, 0] += 1
+        return rows
+
+    monkeypatch.setattr(ops, "ngram_hash", faulty)
+    status, lines, _ = call(capsys, "check")
+    assert status == 1 and [line.split()[0] for line in lines if line.endswith("FAILED")][0] == "ngram_hash"
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and bool(engram.build_info()["cuda"]), reason="cuda works here")
+def test_a_device_that_is_not_there(capsys, texts, tmp_path):
+    for arguments in (["check", "--device", "cuda"], ["train", "--text", texts, "--device", "cuda", "--out", tmp_path]):
+        status, _, error = call(capsys, *arguments)
+        assert status == 2 and error.startswith("engram: error: device cuda cannot be used: ")
+
+
+# train
+
+
+def test_train_writes_everything_and_resumes_bit_for_bit(capsys, texts, tmp_path):
+    status, lines, _ = train(capsys, texts, tmp_path / "straight", "--steps", 6, "--json")
+    assert status == 0
+    record = json.loads(lines[-1])
+    assert record["step"] == 6 and record["parameters"]["engram"] > record["parameters"]["baseline"]
+    losses = record["held_out"]
+    assert record["difference_percent"] == pytest.approx(100 * (losses["engram"] / losses["baseline"] - 1))
+    assert any(f"{record['parameters']['baseline']:,} parameters" in line for line in lines)
+    assert any(f"{losses['engram']:.4f}" in line for line in lines[:-1])
+    assert sorted(p.suffix for p in (tmp_path / "straight").iterdir()) == [".json", ".png", ".safetensors"]
+    assert (tmp_path / "straight" / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+    out = tmp_path / "resumed"
+    assert train(capsys, texts, out, "--steps", 3)[0] == 0
+    status, lines, _ = call(capsys, "train", "--resume", "--steps", 6, "--out", out, "--json")
+    assert status == 0 and json.loads(lines[-1])["held_out"] == losses
+    assert any(line.startswith("resumed at step 3") for line in lines)
+    assert no_difference(out / "checkpoint.safetensors", tmp_path / "straight" / "checkpoint.safetensors")
+
+
+def test_resume_refuses_other_settings(capsys, texts, tmp_path):
+    status, _, error = call(capsys, "train", "--resume", "--out", tmp_path / "none")
+    assert status == 2 and error == f"engram: error: no checkpoint at {tmp_path}/none/checkpoint.safetensors\n"
+    train(capsys, texts, tmp_path / "run", "--steps", 2)
+    status, _, error = call(capsys, "train", "--resume", "--steps", 1, "--out", tmp_path / "run")
+    assert status == 2 and "is at step 2 already, past --steps 1" in error
+    status, _, error = call(capsys, "train", "--resume", "--lr", 0.5, "--out", tmp_path / "run")
+    assert status == 2 and "--lr 0.5 contradicts" in error and "started with 0.004" in error
+    assert call(capsys, "train", "--resume", "--out", tmp_path / "run")[0] == 0  # nothing left to do
+    (texts / "00.py").write_text("changed\n")
+    status, _, error = call(capsys, "train", "--resume", "--out", tmp_path / "run")
+    assert status == 2 and "was trained on another text" in error
+
+
+def test_an_earlier_checkpoint_is_kept(capsys, texts, tmp_path):
+    train(capsys, texts, tmp_path / "run", "--steps", 1)
+    before = (tmp_path / "run" / "checkpoint.safetensors").read_bytes()
+    status, lines, _ = train(capsys, texts, tmp_path / "run", "--steps", 2)
+    assert status == 0 and any("kept the checkpoint of an earlier run" in line for line in lines)
+    assert (tmp_path / "run" / "checkpoint.previous.safetensors").read_bytes() == before
+
+
+def test_steps_from_the_environment(capsys, texts, tmp_path, monkeypatch):
+    monkeypatch.setenv("ENGRAM_TRAIN_STEPS", "2")
+    _, lines, _ = train(capsys, texts, tmp_path / "a", "--json")
+    assert json.loads(lines[-1])["step"] == 2
+    _, lines, _ = train(capsys, texts, tmp_path / "b", "--json", "--steps", 1)
+    assert json.loads(lines[-1])["step"] == 1
+    monkeypatch.setenv("ENGRAM_TRAIN_STEPS", "many")
+    status, _, error = train(capsys, texts, tmp_path / "c")
+    assert status == 2 and error == "engram: error: ENGRAM_TRAIN_STEPS must be an integer, got 'many'\n"
+
+
+def test_without_a_command_everything_runs(capsys, texts, tmp_path):
+    status, lines, _ = call(capsys, "--text", texts, "--out", tmp_path / "run", *SMALL, "--steps", 1, "--json",
+                            "--branches", 4)
+    record = json.loads(lines[-1])
+    assert status == 0 and record.keys() == {"build", "check", "train"} and record["check"]["ok"]
+    order = [next(i for i, line in enumerate(lines) if line.startswith(start))
+             for start in ("engram    ", "check: ", "held-out loss after 1 step")]
+    assert order == sorted(order)
+
+
+def test_a_failed_check_stops_before_training(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(check, "measure", lambda *_: (1.0, 1.0))
+    status, _, _ = call(capsys, "--out", tmp_path / "run")
+    assert status == 1 and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--text", "nowhere"], "no such file or folder: .*nowhere"),
+        (["--tokens", 100, "--length", 16], "tokens must be a multiple of length = 16, got 100"),
+        (["--steps", 0], "steps must be at least 1, got 0"),
+        (["--threads", 0], "--threads must be at least 1, got 0"),
+        (["--save-every", 0], "--save-every must be at least 1, got 0"),
+        (["--length", 4096, "--tokens", 4096], "too little text: the .* part has .* at least 4097 are needed"),
+    ],
+)
+def test_wrong_usage_is_one_line(capsys, texts, tmp_path, arguments, message):
+    status, _, error = call(capsys, "train", "--text", texts, "--out", tmp_path / "run", *arguments)
+    assert status == 2 and error.count("\n") == 1
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(error)
+
+
+def test_an_output_folder_that_is_a_file(capsys, texts, tmp_path):
+    (tmp_path / "run").write_text("")
+    status, _, error = train(capsys, texts, tmp_path / "run")
+    assert status == 2 and error == f"engram: error: {tmp_path}/run: File exists\n"
+
+
+@pytest.mark.parametrize("module", ["tokenizers", "safetensors", "tqdm", "matplotlib"])
+def test_a_missing_extra(capsys, monkeypatch, module, tmp_path):
+    monkeypatch.setitem(sys.modules, module, None)
+    status, _, error = call(capsys, "train", "--out", tmp_path / "run")
+    assert status == 2
+    assert error == f'engram: error: {module} is not installed; run: python -m pip install "engram-torch[train]"\n'
+
+
+def test_divergence_is_reported(capsys, texts, tmp_path):
+    status, _, error = train(capsys, texts, tmp_path / "run", "--steps", 60, "--lr", "1e30")
+    assert status == 1 and error.startswith("engram: the ") and "try a smaller lr" in error
+
+
+def test_help_and_version(capsys):
+    status, lines, _ = call(capsys, "train", "--help")
+    assert status == 0
+    text = "\n".join(lines)
+    for part in ("--text", "--steps", "--resume", "--branches", "--json", "ENGRAM_TRAIN_STEPS"):
+        assert part in text
+    status, lines, _ = call(capsys, "--help")
+    assert status == 0 and "report" in "\n".join(lines)
+    assert call(capsys, "--version")[1] == [f"engram {engram.__version__}"]
+    assert call(capsys, "no-such-command")[0] == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_run_continues_bit_for_bit(capsys, texts, tmp_path, number):
+    out = tmp_path / "run"
+    options = ["train", "--text", str(texts), *SMALL, "--steps", "100000", "--out", str(out), "--threads", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engram", *options, "--save-every", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (out / "checkpoint.safetensors").exists():
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+            time.sleep(0.05)
+        process.send_signal(number)
+        output, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number and not error
+    assert f"stopped by {number.name}; saved step " in output
+    step = int(output.split("saved step ")[1].split()[0])
+    assert sorted(path.name for path in out.iterdir())[:2] == ["checkpoint.safetensors", "losses.png"]
+
+    threads = torch.get_num_threads()
+    try:
+        status, lines, _ = call(capsys, "train", "--resume", "--steps", step + 2, "--out", out, "--threads", 1)
+        assert status == 0 and any(line.startswith(f"resumed at step {step} ") for line in lines)
+        train(capsys, texts, tmp_path / "straight", "--steps", step + 2, "--threads", 1)
+    finally:
+        torch.set_num_threads(threads)
+    assert no_difference(out / "checkpoint.safetensors", tmp_path / "straight" / "checkpoint.safetensors")
+
+
+def test_a_second_signal_ends_at_once():
+    with train_command.Signals() as signals:
+        signal.raise_signal(signal.SIGINT)
+        assert signals.caught == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
