@@ -1,0 +1,345 @@
+// The CUDA kernels, run by the emulator, against the CPU kernels: every kernel on shapes that take each of its paths, in
+// several orders of blocks and threads. Meant for the sanitizers, the race detector above all; the full list of samples
+// runs through Python (emulated.py). Buffers have their exact size and start as NaN.
+#include "kernels/embedding.h"
+#include "kernels/gate.h"
+#include "kernels/gate_conv.h"
+#include "kernels/ngram_hash.h"
+#include "kernels/short_conv.h"
+
+#include "cuda_emulator.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace {
+
+using namespace engram;
+
+std::mt19937_64 rng(0);
+int64_t uniform(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(rng); }
+
+template <typename T>
+struct Buffer {
+  T* memory;
+  T* data;  // `shift` elements behind an address that is aligned for every access
+  int64_t n;
+  explicit Buffer(int64_t count, int64_t shift = 0) : memory(static_cast<T*>(std::malloc((count + shift) * sizeof(T)))), data(memory + shift), n(count) {
+    std::memset(static_cast<void*>(memory), 0xff, (count + shift) * sizeof(T));
+  }
+  ~Buffer() { std::free(memory); }
+  Buffer(const Buffer&) = delete;
+  T& operator[](int64_t i) { return data[i]; }
+  void normal(double mean = 0) {
+    for (int64_t i = 0; i < n; ++i) data[i] = static_cast<T>(static_cast<float>(std::normal_distribution<double>(mean)(rng)));
+  }
+  void integers(int64_t low, int64_t high) {
+    for (int64_t i = 0; i < n; ++i) data[i] = static_cast<T>(uniform(low, high));
+  }
+};
+
+int failures = 0;
+void check(bool ok, const std::string& what) {
+  if (ok) return;
+  ++failures;
+  std::printf("FAILED %s\n", what.c_str());
+}
+void check(cudaError_t error, const std::string& what) { check(error == cudaSuccess, what + ": error " + std::to_string(error)); }
+
+template <typename T> const char* name_of() {
+  return std::is_same_v<T, double> ? "float64" : std::is_same_v<T, float> ? "float32" : std::is_same_v<T, Half> ? "float16" : "bfloat16";
+}
+template <typename T> constexpr double kTolerance = std::is_same_v<T, double> ? 1e-12 : std::is_same_v<T, float> ? 2e-6 : std::is_same_v<T, Half> ? 1e-3 : 8e-3;
+
+// Norm-wise.
+template <typename T>
+void compare(Buffer<T>& got, Buffer<T>& expected, const std::string& what) {
+  double error = 0, size = 0;
+  for (int64_t i = 0; i < got.n; ++i) {
+    const double e = static_cast<double>(expected[i]), d = static_cast<double>(got[i]) - e;
+    error += d * d;
+    size += e * e;
+  }
+  check(error <= kTolerance<T> * kTolerance<T> * size, what + " " + name_of<T>() + ": relative error " + std::to_string(std::sqrt(error / size)));
+}
+
+// ---- Hash ----
+
+void test_hash(int64_t B, int64_t T, int64_t L, int64_t N, int64_t heads, bool map, bool documents, bool masked, bool history) {
+  const int64_t C = (N - 1) * heads, V = 40;
+  Buffer<int64_t> ids(B * T), multipliers(L * N), moduli(L * C), offsets(L * C), document_ids(B * T), past(B * (N - 1));
+  Buffer<int32_t> token_map(V);
+  Buffer<bool> mask(B * T);
+  Buffer<int64_t> got(L * B * T * C), expected(L * B * T * C);
+  if (map) ids.integers(0, V - 1);
+  else ids.integers(INT64_MIN, INT64_MAX);
+  multipliers.integers(INT64_MIN, INT64_MAX);
+  for (int64_t i = 0; i < L * C; ++i) moduli[i] = (uniform(0, 1) ? 1 : INT64_MAX / 2) >> uniform(0, 61), moduli[i] += moduli[i] == 0;
+  offsets.integers(0, 1000);
+  token_map.integers(0, 20);
+  document_ids.integers(0, 1);
+  past.integers(-1, V - 1);
+  for (int64_t i = 0; i < B * T; ++i) mask[i] = uniform(0, 5) > 0;
+  if (map && masked)
+    for (int64_t i = 0; i < B * T; ++i) ids[i] = mask[i] ? ids[i] : INT64_MIN;  // what is masked is never read
+  NgramHash a{ids.data, multipliers.data, moduli.data, offsets.data, map ? token_map.data : nullptr, documents ? document_ids.data : nullptr,
+              masked ? mask.data : nullptr, history ? past.data : nullptr, expected.data, map ? token_map[2] : 2, B, T, L, N, C, map ? V : 0};
+  check(cpu::ngram_hash(a, 0, B * T) == kNoBadId, "ids inside the map");
+  a.rows = got.data;
+  a.pad = 2;
+  int32_t bad = 0;
+  check(cuda::ngram_hash(a, &bad, nullptr), "ngram_hash");
+  check(!bad && !std::memcmp(got.data, expected.data, got.n * sizeof(int64_t)), "ngram_hash differs from the CPU");
+  if (!map || B * T == 0) return;
+  ids[B * T / 2] = V;  // counts as masked, and is reported
+  mask[B * T / 2] = true;
+  check(cuda::ngram_hash(a, &bad, nullptr), "ngram_hash");
+  a.rows = expected.data;
+  a.pad = token_map[2];
+  cpu::ngram_hash(a, 0, B * T);
+  check(bad == 1 && !std::memcmp(got.data, expected.data, got.n * sizeof(int64_t)), "ngram_hash with a bad id");
+}
+
+// ---- Embedding ----
+
+template <typename T, typename Index>
+void test_embedding(int64_t tokens, int64_t C, int64_t R, int64_t d, bool shard, bool masked, int64_t hot, int64_t shift) {
+  const int64_t slots = tokens * C, first = shard ? 100 : 0;
+  const std::string what = "embedding " + std::to_string(slots) + "x" + std::to_string(d);
+  Buffer<T> table(R * d, shift), got(slots * d, shift), expected(slots * d);
+  Buffer<Index> rows(slots);
+  Buffer<bool> mask(tokens);
+  table.normal();
+  rows.integers(first - (shard ? R / 2 : 0), first + R - 1 + (shard ? R / 2 : 0));
+  for (int64_t i = 0; i < slots; ++i)
+    if (uniform(0, 99) < hot) rows[i] = static_cast<Index>(first + R / 2);
+  for (int64_t i = 0; i < tokens; ++i) mask[i] = uniform(0, 3) > 0;
+  EmbeddingForward<Index> f{reinterpret_cast<const char*>(table.data), rows.data, masked ? mask.data : nullptr, reinterpret_cast<char*>(expected.data),
+                            slots, C, R, d * static_cast<int64_t>(sizeof(T)), first, shard};
+  check(cpu::embedding_forward(f, 0, slots) == kNoBadRow, "rows inside");
+  f.out = reinterpret_cast<char*>(got.data);
+  int32_t bad = 0;
+  check(cuda::embedding_forward(f, &bad, nullptr), what);
+  check(!bad && !std::memcmp(got.data, expected.data, slots * d * sizeof(T)), what + " forward");
+
+  const int slot_bits = 20;
+  Buffer<int64_t> keys(slots), cpu_keys(slots);
+  EmbeddingKeys<Index> k{rows.data, f.mask, cpu_keys.data, slots, C, R, first, shard, slot_bits};
+  cpu::embedding_keys(k, 0, slots);
+  k.keys = keys.data;
+  check(cuda::embedding_keys(k, nullptr), what);
+  check(!std::memcmp(keys.data, cpu_keys.data, slots * sizeof(int64_t)), what + " keys");
+  std::sort(keys.data, keys.data + slots);
+  using A = accumulate_t<T>;
+  Buffer<T> grad_out(slots * d, shift), grad(R * d, shift), grad_expected(R * d);
+  Buffer<A> partials((slots + cuda::kEmbeddingChunk - 1) / cuda::kEmbeddingChunk * 2 * d);
+  grad_out.normal();
+  for (int64_t i = 0; i < R * d; ++i) grad[i] = grad_expected[i] = T(0.0f);
+  EmbeddingBackward<T> b{grad_out.data, keys.data, grad_expected.data, nullptr, slots, R, d, slot_bits};
+  cpu::embedding_backward(b, 0, slots);
+  b.grad_table = grad.data;
+  b.partials = partials.data;
+  check(cuda::embedding_backward(b, nullptr), what);
+  compare(grad, grad_expected, what + " gradient");
+}
+
+// ---- Gate ----
+
+template <typename H, typename K>
+void test_gate(int64_t tokens, int64_t G, int64_t D, bool masked, bool residual, bool weights, int64_t shift = 0) {
+  using A = accumulate_t<H>;
+  const std::string what = "gate " + std::to_string(tokens) + "x" + std::to_string(G) + "x" + std::to_string(D);
+  const int64_t n = tokens * G * D, parts = 3;
+  Buffer<H> hidden(n, shift), grad_out(n, shift), out(n, shift), out_expected(n), grad_hidden(n, shift), grad_hidden_expected(n);
+  Buffer<K> key(n, shift), value(tokens * D, shift), grad_key(n, shift), grad_key_expected(n), grad_value(tokens * D, shift), grad_value_expected(tokens * D);
+  Buffer<A> weight(G * D, shift), w1(G * D), w2(G * D), stats(tokens * G * 3), stats_expected(tokens * G * 3);
+  Buffer<A> partials(parts * G * D, shift), partials_expected(parts * G * D), product(G * D);
+  Buffer<A> grad_w1(G * D), grad_w2(G * D), grad_w1_expected(G * D), grad_w2_expected(G * D);
+  Buffer<bool> mask(tokens);
+  hidden.normal(), key.normal(), value.normal(), grad_out.normal(), weight.normal(1), w1.normal(1), w2.normal(1);
+  for (int64_t i = 0; i < tokens; ++i) mask[i] = uniform(0, 3) > 0;
+  if (masked)
+    for (int64_t i = 0; i < n; ++i)
+      if (!mask[i / (G * D)] && !residual) hidden[i] = static_cast<H>(INFINITY);
+  check(cuda::multiply(w1.data, w2.data, product.data, G * D, nullptr), what);
+  for (int64_t i = 0; i < G * D; ++i) check(product[i] == w1[i] * w2[i], what + " product");
+
+  const GateOptions<A> options{A(1e-6), A(1e-6), weights, weights, false, residual};
+  GateForward<H, K> f{hidden.data, key.data, value.data, weights ? weight.data : nullptr, masked ? mask.data : nullptr, out_expected.data,
+                      stats_expected.data, tokens, G, D, options};
+  cpu::gate_forward(f, 0, tokens);
+  f.out = out.data;
+  f.stats = stats.data;
+  check(cuda::gate_forward(f, nullptr), what);
+  compare(out, out_expected, what);
+  compare(stats, stats_expected, what + " stats");
+
+  GateBackward<H, K> b{grad_out.data, hidden.data, key.data, value.data, f.weight, stats_expected.data, f.mask, grad_hidden_expected.data,
+                       grad_key_expected.data, grad_value_expected.data, partials_expected.data, tokens, G, D, parts, options};
+  cpu::gate_backward(b, 0, parts);
+  b.grad_hidden = grad_hidden.data, b.grad_key = grad_key.data, b.grad_value = grad_value.data, b.partials = partials.data;
+  check(cuda::gate_backward(b, nullptr), what);
+  compare(grad_hidden, grad_hidden_expected, what + " grad_hidden");
+  compare(grad_key, grad_key_expected, what + " grad_key");
+  compare(grad_value, grad_value_expected, what + " grad_value");
+  compare(partials, partials_expected, what + " partials");
+  GateWeights<A> w{partials_expected.data, w1.data, w2.data, grad_w1_expected.data, grad_w2_expected.data, parts, G * D};
+  cpu::gate_weights(w, 0, G * D);
+  w.grad_hidden_weight = grad_w1.data, w.grad_key_weight = grad_w2.data;
+  check(cuda::gate_weights(w, nullptr), what);
+  compare(grad_w1, grad_w1_expected, what + " grad_hidden_weight");
+  compare(grad_w2, grad_w2_expected, what + " grad_key_weight");
+}
+
+// ---- Short convolution ----
+
+template <typename T>
+void test_short_conv(int64_t B, int64_t tokens, int64_t G, int64_t D, int64_t K, int64_t dilation, bool norm, bool documents, bool masked,
+                     bool residual = true, int64_t shift = 0) {
+  using A = accumulate_t<T>;
+  const std::string what = "short_conv " + std::to_string(tokens) + "x" + std::to_string(G) + "x" + std::to_string(D) + " K " + std::to_string(K);
+  const int64_t n = B * tokens * G * D, parts = 2;
+  Buffer<T> x(n, shift), grad_out(n, shift), out(n, shift), out_expected(n), grad(n, shift), grad_expected(n);
+  Buffer<A> weight(G * D * K), norm_weight(G * D), taps(K * G * D), taps_expected(K * G * D), rstd(B * tokens * G), rstd_expected(B * tokens * G);
+  Buffer<A> partials(parts * K * G * D), partials_expected(parts * K * G * D);
+  Buffer<A> grad_weight(G * D * K), grad_weight_expected(G * D * K), grad_norm(G * D), grad_norm_expected(G * D);
+  Buffer<int64_t> document_ids(B * tokens);
+  Buffer<bool> mask(B * tokens);
+  x.normal(), grad_out.normal(), weight.normal(), norm_weight.normal(1);
+  for (int64_t i = 0; i < B * tokens; ++i) {
+    mask[i] = uniform(0, 3) > 0;
+    document_ids[i] = i && uniform(0, 9) ? document_ids[i - 1] : uniform(0, 1);
+  }
+  ShortConvWeights<A> w{weight.data, norm ? norm_weight.data : nullptr, taps_expected.data, partials_expected.data, grad_weight_expected.data,
+                        grad_norm_expected.data, parts, K, G * D};
+  cpu::short_conv_fold(w, 0, G * D);
+  w.taps = taps.data;
+  check(cuda::short_conv_fold(w, nullptr), what);
+  compare(taps, taps_expected, what + " taps");
+
+  const ShortConvShape shape{B, tokens, G, D, K, dilation, norm, true, residual, documents ? document_ids.data : nullptr, masked ? mask.data : nullptr};
+  ShortConvForward<T> f{x.data, taps.data, out_expected.data, rstd_expected.data, A(1e-5), shape};
+  cpu::short_conv_forward(f, 0, B * conv_blocks_per_row(shape));
+  f.out = out.data, f.rstd = rstd.data;
+  check(cuda::short_conv_forward(f, nullptr), what);
+  compare(out, out_expected, what);
+  compare(rstd, rstd_expected, what + " rstd");
+
+  ShortConvBackward<T> b{grad_out.data, x.data, taps.data, rstd_expected.data, grad_expected.data, partials_expected.data, parts, shape};
+  cpu::short_conv_backward(b, 0, parts);
+  b.grad_x = grad.data, b.partials = partials.data;
+  check(cuda::short_conv_backward(b, nullptr), what);
+  compare(grad, grad_expected, what + " grad_x");
+  compare(partials, partials_expected, what + " partials");
+  cpu::short_conv_unfold(w, 0, G * D);
+  w.grad_weight = grad_weight.data, w.grad_norm_weight = grad_norm.data;
+  check(cuda::short_conv_unfold(w, nullptr), what);
+  compare(grad_weight, grad_weight_expected, what + " grad_weight");
+  compare(grad_norm, grad_norm_expected, what + " grad_norm_weight");
+}
+
+// ---- Gate and short convolution in one ----
+
+template <typename H, typename K>
+void test_gate_conv(int64_t B, int64_t tokens, int64_t G, int64_t D, int64_t taps_count, int64_t dilation, bool norm, bool documents, bool masked,
+                    bool residual) {
+  using A = accumulate_t<H>;
+  const std::string what = "gate_conv " + std::to_string(tokens) + "x" + std::to_string(G) + "x" + std::to_string(D) + " K " + std::to_string(taps_count);
+  const int64_t all = B * tokens, n = all * G * D, parts = 2, width = 3 * G + 1;
+  Buffer<H> hidden(n), grad_out(n), out(n), out_expected(n), grad_hidden(n), grad_hidden_expected(n);
+  Buffer<K> key(n), value(all * D), grad_key(n), grad_key_expected(n), grad_value(all * D), grad_value_expected(all * D);
+  Buffer<A> weight(G * D), taps(taps_count * G * D), stats(all * width), stats_expected(all * width);
+  Buffer<A> R(parts * G * D), R_expected(parts * G * D), S(parts * taps_count * G * D), S_expected(parts * taps_count * G * D);
+  Buffer<int64_t> document_ids(all);
+  Buffer<bool> mask(all);
+  hidden.normal(), key.normal(), value.normal(), grad_out.normal(), weight.normal(1), taps.normal();
+  for (int64_t i = 0; i < all; ++i) {
+    mask[i] = uniform(0, 3) > 0;
+    document_ids[i] = i && uniform(0, 9) ? document_ids[i - 1] : uniform(0, 1);
+  }
+  const ShortConvShape shape{B, tokens, G, D, taps_count, dilation, norm, true, true, documents ? document_ids.data : nullptr, masked ? mask.data : nullptr};
+  const GateOptions<A> options{A(1e-6), A(1e-6), true, true, false, residual};
+  GateConvForward<H, K> f{hidden.data, key.data, value.data, weight.data, taps.data, out_expected.data, stats_expected.data, A(1e-5), options, shape};
+  cpu::gate_conv_stats(f, 0, all);
+  cpu::gate_conv_forward(f, 0, B * conv_blocks_per_row(shape));
+  f.out = out.data, f.stats = stats.data;
+  check(cuda::gate_conv_forward(f, nullptr), what);
+  compare(out, out_expected, what);
+  compare(stats, stats_expected, what + " stats");
+
+  Buffer<A> scratch(gate_conv_scratch(shape));
+  GateConvBackward<H, K> b{grad_out.data, hidden.data, key.data, value.data, weight.data, taps.data, stats_expected.data, grad_hidden_expected.data,
+                           grad_key_expected.data, grad_value_expected.data, R_expected.data, S_expected.data, nullptr, parts, A(1e-5), options, shape};
+  cpu::gate_conv_backward(b, 0, parts);
+  b.grad_hidden = grad_hidden.data, b.grad_key = grad_key.data, b.grad_value = grad_value.data;
+  b.gate_partials = R.data, b.conv_partials = S.data, b.scratch = scratch.data;
+  check(cuda::gate_conv_backward(b, nullptr), what);
+  compare(grad_hidden, grad_hidden_expected, what + " grad_hidden");
+  compare(grad_key, grad_key_expected, what + " grad_key");
+  compare(grad_value, grad_value_expected, what + " grad_value");
+  compare(R, R_expected, what + " R");
+  compare(S, S_expected, what + " S");
+}
+
+void test_all() {
+  test_hash(2, 150, 2, 3, 8, true, true, true, true);
+  test_hash(3, 40, 2, 4, 3, false, true, false, true);
+  test_hash(1, 7, 1, 2, 300, true, false, false, false);
+  test_hash(2, 3, 2, 5, 2, true, false, true, true);
+
+  test_embedding<float, int64_t>(40, 4, 37, 32, false, false, 0, 0);
+  test_embedding<float, int32_t>(600, 4, 20, 12, true, true, 70, 0);    // a row over more than 32 chunks
+  test_embedding<double, int64_t>(30, 2, 9, 5, false, true, 20, 0);
+  test_embedding<BFloat16, int64_t>(50, 3, 30, 80, true, false, 30, 0);
+  test_embedding<Half, int32_t>(60, 2, 11, 264, false, true, 50, 0);
+  test_embedding<BFloat16, int64_t>(20, 3, 9, 16, false, false, 50, 1);  // misaligned
+  test_embedding<Half, int64_t>(20, 3, 9, 7, false, false, 50, 0);
+
+  test_gate<float, float>(7, 4, 64, true, true, true);
+  test_gate<float, float>(5, 4, 264, false, false, true);
+  test_gate<double, double>(5, 1, 34, true, false, true);
+  test_gate<Half, Half>(6, 1, 48, false, true, false);
+  test_gate<BFloat16, BFloat16>(9, 4, 128, true, true, true);
+  test_gate<BFloat16, BFloat16>(4, 4, 2568, false, true, true);          // more columns a thread
+  test_gate<BFloat16, BFloat16>(5, 3, 40, true, false, true);            // any number of branches
+  test_gate<BFloat16, BFloat16>(5, 4, 64, true, true, true, 1);          // misaligned
+  test_gate<float, BFloat16>(6, 4, 96, true, true, true);
+  test_gate<float, Half>(6, 2, 33, true, false, true);
+  test_gate<float, float>(3, 2, 2564, false, true, true);
+
+  test_short_conv<float>(2, 70, 2, 64, 4, 3, true, true, true);
+  test_short_conv<float>(1, 131, 1, 40, 4, 3, true, false, false);
+  test_short_conv<float>(1, 20, 1, 132, 2, 20, false, true, true);
+  test_short_conv<double>(2, 9, 3, 6, 3, 2, true, true, false, false);
+  test_short_conv<double>(1, 12, 1, 8, 1, 1, true, false, true);
+  test_short_conv<BFloat16>(2, 140, 1, 48, 4, 2, true, true, true);
+  test_short_conv<Half>(1, 30, 4, 24, 4, 3, true, false, true);
+  test_short_conv<BFloat16>(1, 20, 2, 24, 4, 3, true, true, true, true, 1);  // misaligned
+  test_short_conv<float>(1, 20, 2, 7, 5, 3, true, true, true);           // any number of taps
+  test_short_conv<float>(2, 25, 1, 33, 3, 70, true, true, true, false);  // any dilation
+  test_short_conv<BFloat16>(1, 9, 1, 2600, 4, 3, true, false, true);     // more columns than the backward has threads
+
+  test_gate_conv<float, float>(2, 70, 4, 64, 4, 3, true, true, true, true);
+  test_gate_conv<BFloat16, BFloat16>(1, 131, 1, 320, 4, 3, true, false, true, false);
+  test_gate_conv<double, double>(1, 12, 4, 34, 2, 2, false, true, true, true);
+  test_gate_conv<float, Half>(2, 9, 4, 136, 3, 2, true, true, true, true);
+  test_gate_conv<Half, Half>(1, 9, 3, 33, 5, 2, true, true, true, true);         // any shape
+  test_gate_conv<BFloat16, BFloat16>(1, 5, 1, 2568, 4, 3, true, false, true, true);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  const int runs = count > 1 ? std::atoi(arguments[1]) : 1;
+  for (int run = 0; run < runs; ++run) {
+    if (runs > 1) emulator::options() = {static_cast<emulator::Order>(3 - run % 4), static_cast<uint64_t>(run)};
+    test_all();
+  }
+  const emulator::Statistics s = emulator::statistics();
+  std::printf("%d failures, %llu blocks, %llu switches\n", failures, static_cast<unsigned long long>(s.blocks),
+              static_cast<unsigned long long>(s.switches));
+  return failures != 0;
+}
