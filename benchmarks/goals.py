@@ -1,0 +1,132 @@
+"""What has to be reached, for two threads, and whether a row does."""
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.limits import bf16_instructions
+from benchmarks.works import BOTH, FORWARD
+
+THREADS = 2
+FOUR_MB = 4_000_000
+
+
+@dataclass(frozen=True)
+class Goal:
+    """`wanted` is a floor, or with `at_most` a ceiling, for what `got(row)` gives; None there: not measured."""
+
+    text: str
+    wanted: float
+    got: Callable[[dict], float | None]
+    unit: str = "x"
+    at_most: bool = False
+
+    def judge(self, row: dict) -> dict | None:
+        got = self.got(row)
+        if got is None:
+            return None
+        met = got <= self.wanted if self.at_most else got >= self.wanted
+        return dict(goal=self.text, wanted=self.wanted, unit=self.unit, at_most=self.at_most, got=got, met=met)
+
+
+def median(row: dict, group: str) -> float | None:
+    """The best median of a group's contenders, in milliseconds."""
+    return min((r["median_ms"] for r in row["results"] if r["group"] == group), default=None)
+
+
+def times_faster(peer: str, wanted: float, ours: str = "ours") -> Goal:
+    def got(row):
+        theirs, own = median(row, peer), median(row, ours)
+        return None if theirs is None or own is None else theirs / own
+
+    return Goal(f"{'' if ours == 'ours' else ours + ' '}against {peer}", wanted, got)
+
+
+BACKWARD_ALONE = "ours, backward alone"
+
+
+def share_of_copy(wanted: float, group: str = "ours") -> Goal:
+    def got(row):
+        own = next((r["gbs"] for r in row["results"] if r["group"] == group), None)
+        return None if own is None else 100 * own / row["copy_gbs"]
+
+    return Goal(f"{'backward: ' if group == BACKWARD_ALONE else ''}share of copy bandwidth", 100 * wanted, got, "%")
+
+
+def times_products(wanted: float) -> Goal:
+    def got(row):
+        products = median(row, "matrix products")
+        return None if products is None else median(row, "ours") / products
+
+    return Goal("time over bare matrix products", wanted, got, at_most=True)
+
+
+def nanoseconds_per_token(wanted: float) -> Goal:
+    return Goal("time per token", wanted, lambda row: median(row, "ours") * 1e6 / row["tokens"], " ns", at_most=True)
+
+
+def share_of_gather(wanted: float) -> Goal:
+    def got(row):
+        loop = median(row, "gather loop")
+        return None if loop is None else 100 * loop / median(row, "ours")
+
+    return Goal("speed of a plain gather loop", 100 * wanted, got, "%")
+
+
+F32, BF16 = "float32", "bfloat16"
+# (op, direction, shape, dtype) to goals; lookup and hash goals do not depend on the shape's name.
+TABLE: dict[tuple, list[Goal]] = {
+    ("gate_conv", FORWARD, "A", F32): [
+        times_faster("eager", 16), times_faster("compile", 7), times_faster("smart", 3.5), share_of_copy(0.75)],
+    ("gate_conv", FORWARD, "A", BF16): [
+        times_faster("eager", 16), times_faster("compile", 7), times_faster("smart", 2.3), share_of_copy(0.55)],
+    ("gate_conv", BOTH, "A", F32): [
+        times_faster("eager", 24), times_faster("compile", 10), times_faster("smart", 4.5),
+        share_of_copy(0.55, BACKWARD_ALONE)],
+    ("gate_conv", BOTH, "A", BF16): [
+        times_faster("eager", 24), times_faster("compile", 10), times_faster("smart", 3.2),
+        share_of_copy(0.55, BACKWARD_ALONE)],
+    ("gate_conv", FORWARD, "B", F32): [
+        times_faster("eager", 10), times_faster("compile", 5.5), times_faster("smart", 2), share_of_copy(0.80)],
+    ("gate_conv", FORWARD, "B", BF16): [
+        times_faster("eager", 10), times_faster("compile", 5.5), times_faster("smart", 2), share_of_copy(0.80)],
+    ("gate_conv", BOTH, "B", F32): [times_faster("eager", 13), times_faster("compile", 7), times_faster("smart", 3)],
+    ("gate_conv", BOTH, "B", BF16): [times_faster("eager", 13), times_faster("compile", 7), times_faster("smart", 3)],
+    ("module", FORWARD, "A", F32): [times_faster("eager", 2.4), times_faster("compile", 1.9), times_products(1.15)],
+    ("module", FORWARD, "B", F32): [times_faster("eager", 2.0), times_faster("compile", 1.5), times_products(1.4)],
+    ("module", BOTH, "A", F32): [times_faster("eager", 3.3), times_faster("compile", 2.7), times_products(1.12)],
+    ("module", BOTH, "B", F32): [times_faster("eager", 2.7), times_faster("compile", 1.9), times_products(1.2)],
+    **{("module", FORWARD, shape, BF16): [times_faster("eager", 4), times_faster("compile", 3.8)] for shape in "AB"},
+    **{("module", BOTH, shape, BF16): [times_faster("eager", 5), times_faster("compile", 4.3)] for shape in "AB"},
+}
+
+
+def goals_of(row: dict) -> list[Goal]:
+    """The goals that a row has to reach; none unless it ran on two threads."""
+    if row["threads"] != THREADS:
+        return []
+    op, direction = row["op"], row["direction"]
+    if op == "ngram_hash" and row["tokens"] >= 16384:
+        return [times_faster("numpy demo", 12), times_faster("torch", 5), nanoseconds_per_token(12)]
+    if op == "embedding" and direction == FORWARD:
+        least = 1.5 if row["output_bytes"] < FOUR_MB else 1.0
+        pages = [times_faster("ours", 1.3, ours="ours, 2 MiB pages")] if row["table"] != "64MB" else []
+        return [times_faster("F.embedding", least), share_of_gather(0.80), *pages]
+    if op == "module" and row["dtype"] == BF16 and bf16_instructions():
+        return []                       # these goals come from not using the bfloat16 products of a CPU without them
+    return TABLE.get((op, direction, row["shape"], row["dtype"]), [])
+
+
+def judge(row: dict) -> list[dict]:
+    """The row's goals, each with what was got and whether that is enough."""
+    return [verdict for goal in goals_of(row) if (verdict := goal.judge(row))]
+
+
+# A few goals with wide margins that any machine can check within a minute, without a compiler: half of what is wanted.
+GUARDS: list[tuple[str, str, str, str, list[Goal]]] = [
+    ("gate_conv", FORWARD, "A", F32, [times_faster("eager", 8)]),
+    ("gate_conv", BOTH, "A", F32, [times_faster("eager", 12)]),
+    ("gate_conv", FORWARD, "B", BF16, [times_faster("eager", 5)]),
+    ("ngram_hash", FORWARD, "H", F32, [times_faster("numpy demo", 6), times_faster("torch", 2.5)]),
+    ("embedding", FORWARD, "B", F32, [times_faster("F.embedding", 0.75)]),
+    ("module", FORWARD, "A", F32, [times_faster("eager", 1.2)]),
+    ("module", BOTH, "A", F32, [times_faster("eager", 1.6)]),
+]

@@ -1,0 +1,379 @@
+"""What is measured: each work is ours, its peers and its limits, built for the current number of threads.
+
+Letters: B batch, T tokens, G branches, D hidden size, C hash columns, d row width, E = C * d, R table rows.
+"""
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks import limits, peers
+from benchmarks.shapes import (
+    SHAPES, TABLES, Shape, config, huge_page_share, make_table, token_map, token_sets,
+)
+from benchmarks.timing import Contender
+from engram import nn, ops, reference
+from samples import DIFFERENTIABLE, named
+
+FORWARD, BOTH, BACKWARD = "forward", "forward + backward", "backward"
+# Norm-wise, between two ways to compute the same in one dtype. Gradients of the gate are as ill-conditioned as its
+# slope of up to 500, and the demo's way rounds to the dtype before it (bfloat16: 30 % off from float64).
+TOLERANCE = {
+    (torch.float32, FORWARD): 1e-5, (torch.float32, BOTH): 2e-3,
+    (torch.bfloat16, FORWARD): 2e-2, (torch.bfloat16, BOTH): 3e-2,
+}
+DEMO_TOLERANCE = {torch.float32: 2e-2, torch.bfloat16: 0.6}
+OPTIONS = dict(eps=torch.finfo(torch.float32).eps, conv_eps=1e-5, dilation=3)
+MODULE_TABLE_BYTES = TABLES["64MB"]
+# Fresh rows for every call: enough sets that those of earlier calls have left the caches, within reason.
+TOUCHED_BYTES, MOST_SETS = 2**30, 64
+
+
+@dataclass
+class Work:
+    """One line of the results; `contenders` yields the ways to do it, ours first, while what they need is alive."""
+
+    op: str
+    direction: str
+    shape: str
+    sizes: Shape
+    dtype: torch.dtype
+    contenders: Callable[["Work"], Iterator[Contender]]
+    bytes: int | None = None        # necessary ones: every input read once, every output written once
+    table: str = ""
+    ids: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.dtype, BOTH if self.direction == BACKWARD else self.direction]
+
+    def __str__(self) -> str:
+        parts = [self.op, self.direction, self.shape, str(self.dtype).removeprefix("torch."), self.table, self.ids]
+        return ", ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to build works for; None stands for the default of the op."""
+
+    ops: tuple[str, ...]
+    shapes: tuple[str, ...] | None
+    dtypes: tuple[torch.dtype, ...]
+    tables: tuple[str, ...]
+    ids: tuple[str, ...]
+    directions: tuple[str, ...]
+    compiler: bool                  # torch.compile and limits.cpp may be used
+
+
+DEFAULT_SHAPES = {
+    "ngram_hash": ("A", "H"),
+    "embedding": ("A64", "B", "A", "L"),
+    "gate": ("A",),
+    "short_conv": ("A",),
+    "gate_conv": ("A", "B", "P", "A1", "A64"),
+    "module": ("A", "B", "A1", "A64"),
+}
+
+
+def works(choice: Choice) -> Iterator[Work]:
+    """All works of a choice, in the order of the ops."""
+    for op in choice.ops:
+        for name in choice.shapes or DEFAULT_SHAPES[op]:
+            shape = SHAPES[name]
+            if op == "ngram_hash":
+                if FORWARD in choice.directions:
+                    yield _hash_work(name, shape, choice)
+                continue
+            for dtype in choice.dtypes:
+                if op == "embedding":
+                    yield from _embedding_works(name, shape, dtype, choice)
+                    continue
+                build = _module_contenders if op == "module" else _gate_contenders
+                for direction in (FORWARD, BOTH):
+                    if direction in choice.directions:
+                        yield Work(op, direction, name, shape, dtype, partial(build, choice=choice),
+                                   bytes=_gate_bytes(op, direction, shape, dtype))
+
+
+def _gate_bytes(op: str, direction: str, shape: Shape, dtype: torch.dtype) -> int | None:
+    """Necessary bytes: elements per channel and token, forward and backward, times the number of both."""
+    G = shape.branches
+    # gate_conv reads value twice: the norm needs the whole row before the first tap.
+    elements = {"gate": (3 * G + 1, 5 * G + 2), "short_conv": (2 * G, 3 * G), "gate_conv": (3 * G + 2, 5 * G + 2)}
+    if op not in elements:
+        return None
+    forward, backward = elements[op]
+    per_channel = {FORWARD: forward, BACKWARD: backward, BOTH: forward + backward}[direction]
+    return per_channel * shape.width * shape.count * dtype.itemsize
+
+
+# gate, short_conv, gate_conv
+
+def _gate_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
+    op, shape, dtype = work.op, work.sizes, work.dtype
+    leading = dict(batch=shape.batch, tokens=shape.tokens) if op != "gate" else dict(shape=(shape.batch, shape.tokens))
+    inputs = named(op, "plain")[0].at(**leading, branches=shape.branches, width=shape.width)(dtype=dtype)
+    leaves = [inputs[name].requires_grad_() for name in DIFFERENTIABLE[op]]
+    grad = torch.randn(leaves[0].shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    conv = dict(eps=OPTIONS["conv_eps"], dilation=OPTIONS["dilation"])
+    options = {"gate": dict(eps=OPTIONS["eps"]), "short_conv": conv, "gate_conv": OPTIONS}[op]
+
+    def contender(name: str, function, group: str = "", tolerance: float | None = None) -> Contender:
+        call = _forward(function, leaves) if work.direction == FORWARD else _both(function, leaves, grad)
+        return Contender(name, call, group, tolerance, list)
+
+    yield contender("ours", peers.bind(getattr(ops, op), **options))
+    if work.direction == BOTH:
+        yield _backward_alone(op, leaves, grad, options, work)
+    plain = peers.bind(getattr(reference, op), **options)
+    yield contender("eager", plain)
+    if op == "gate_conv":
+        yield contender("demo", peers.bind(peers.demo_gate_conv, **OPTIONS), tolerance=DEMO_TOLERANCE[dtype])
+    if choice.compiler:
+        yield contender("compile, one graph", peers.compiled(plain), "compile")
+        if op == "gate_conv":
+            apart = peers.compiled_apart(dict(eps=OPTIONS["eps"]), conv)
+            yield contender("compile, gate and conv apart", apart, "compile")
+            yield contender("smart, compiled", peers.compiled(peers.bind(peers.smart_gate_conv, **OPTIONS)), "smart")
+
+
+def _forward(function, leaves: list[Tensor]) -> Callable[[int], Tensor]:
+    def call(_):
+        with torch.no_grad():
+            return [function(*leaves)]
+
+    return call
+
+
+def _both(function, leaves: list[Tensor], grad: Tensor) -> Callable[[int], tuple]:
+    return lambda _: torch.autograd.grad(function(*leaves), leaves, grad)
+
+
+def _backward_alone(op: str, leaves: list[Tensor], grad: Tensor, options: dict, work: Work) -> Contender:
+    """Our backward op by itself, for its share of the copy bandwidth."""
+    tensors = [leaf.detach() for leaf in leaves]
+    _, saved = getattr(torch.ops.engram, op)(*tensors, **options)
+    kept = {name: value for name, value in options.items() if name != "eps"}
+    backward = getattr(torch.ops.engram, f"{op}_backward")
+    return Contender("ours, backward alone", lambda _: backward(grad, *tensors, saved, **kept),
+                     compare=list, bytes=_gate_bytes(op, BACKWARD, work.sizes, work.dtype))
+
+
+# ngram_hash
+
+def _hash_work(name: str, shape: Shape, choice: Choice) -> Work:
+    written = shape.count * (1 + shape.columns) * 8
+    return Work("ngram_hash", FORWARD, name, shape, torch.float32, partial(_hash_contenders, choice=choice),
+                bytes=written, ids="stream")
+
+
+def _hash_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
+    settings = config(work.sizes, TABLES["1GB"], torch.float32)
+    constants = nn.NgramHash(settings, token_map())
+    sets = token_sets(work.sizes, 8)
+    pad_id = settings.pad_id
+
+    def contender(name: str, function) -> Contender:
+        return Contender(name, lambda i: function(sets[i % len(sets)]), compare=lambda rows: [rows], tolerance=0)
+
+    yield contender("ours", lambda ids: constants(ids)[0])
+    yield contender("numpy demo", peers.NumpyHash(constants, pad_id))
+    plain = peers.bind(peers.torch_hash, constants=constants, pad_id=pad_id)
+    yield contender("torch", plain)
+    if choice.compiler:
+        yield contender("torch, compiled", peers.compiled(plain))
+
+
+# embedding
+
+def _embedding_works(name: str, shape: Shape, dtype: torch.dtype, choice: Choice) -> Iterator[Work]:
+    memory = shape.count * shape.columns * shape.row_width * dtype.itemsize
+    rows = shape.count * shape.columns * 8
+    for table in choice.tables:
+        for ids in choice.ids:
+            if FORWARD in choice.directions:
+                build = partial(_lookup_contenders, choice=choice)
+                yield Work("embedding", FORWARD, name, shape, dtype, build, 2 * memory + rows, table, ids)
+        # A dense gradient is as large as the table, and there are several of them alive at a time.
+        if BOTH in choice.directions and TABLES[table] <= TABLES["1GB"] and "zipf" in choice.ids:
+            yield Work("embedding", BACKWARD, name, shape, dtype, _scatter_contenders, memory + rows, table, "zipf")
+
+
+def row_sets(work: Work, settings) -> list[Tensor]:
+    """Different int64 [B * T, C] sets of rows: of the token stream's n-grams, or uniform inside each column's rows."""
+    shape = work.sizes
+    touched = shape.count * shape.columns * shape.row_width * work.dtype.itemsize
+    sets = max(4, min(MOST_SETS, TOUCHED_BYTES // touched))
+    constants = nn.NgramHash(settings, token_map())
+    if work.ids == "zipf":
+        return [constants(ids)[0].flatten(0, 1) for ids in token_sets(shape, sets)]
+    generator = torch.Generator().manual_seed(0)
+    moduli, offsets = constants.moduli[0], constants.offsets[0]
+    uniform = torch.rand(sets, shape.count, shape.columns, generator=generator, dtype=torch.float64)
+    return list((uniform * moduli).long() + offsets)
+
+
+def _lookup_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
+    settings = config(work.sizes, TABLES[work.table], work.dtype)
+    width, number = settings.embed_dim_per_head, sum(nn.layer_moduli(settings, 1))
+    small, huge = (make_table(0, width, work.dtype, huge=pages, rows=number) for pages in (False, True))
+    sets = row_sets(work, settings)
+    if (share := huge_page_share(huge)) < 0.95:
+        work.notes.append(f"only {share:.0%} of the table for 2 MiB pages is on such pages")
+    bags = torch.arange(sets[0].numel())
+
+    def contender(name: str, function, group: str = "") -> Contender:
+        def call(i):
+            with torch.no_grad():
+                return function(sets[i % len(sets)])
+
+        return Contender(name, call, group, 0, lambda out: [out.reshape(-1)])
+
+    yield contender("ours", lambda rows: ops.embedding(small, rows))
+    yield contender("F.embedding", lambda rows: F.embedding(rows, small))
+    yield contender("index_select", lambda rows: small.index_select(0, rows.view(-1)), "index_select")
+    yield contender("EmbeddingBag", lambda rows: F.embedding_bag(rows.view(-1), small, bags, mode="sum"))
+    fbgemm = _fbgemm_table(small, work.dtype)
+    if fbgemm is not None:
+        offsets = torch.arange(sets[0].numel() + 1)
+        yield contender("FBGEMM", lambda rows: fbgemm(rows.view(-1), offsets))
+    yield contender("ours, 2 MiB pages", lambda rows: ops.embedding(huge, rows))
+    yield contender("F.embedding, 2 MiB pages", lambda rows: F.embedding(rows, huge))
+    if choice.compiler and limits.loops() is not None:
+        yield contender("gather loop", lambda rows: limits.gather(small, rows))
+        yield contender("gather loop, 2 MiB pages", lambda rows: limits.gather(huge, rows))
+
+
+def _fbgemm_table(table: Tensor, dtype: torch.dtype):
+    """FBGEMM's CPU table over a copy of these rows, one output row per id; None where the package is missing."""
+    try:
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+        from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+            ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen,
+        )
+    except (ImportError, OSError):
+        return None
+    if dtype != torch.float32:
+        return None                 # the CPU table holds float32 and float16
+    module = SplitTableBatchedEmbeddingBagsCodegen(
+        [(*table.shape, EmbeddingLocation.HOST, ComputeDevice.CPU)], optimizer=EmbOptimType.EXACT_SGD,
+        pooling_mode=PoolingMode.NONE, weights_precision=SparseType.FP32, output_dtype=SparseType.FP32,
+        device=torch.device("cpu"),
+    )
+    module.split_embedding_weights()[0].copy_(table)
+    return module
+
+
+def _scatter_contenders(work: Work) -> Iterator[Contender]:
+    settings = config(work.sizes, TABLES[work.table], work.dtype)
+    width, number = settings.embed_dim_per_head, sum(nn.layer_moduli(settings, 1))
+    sets = row_sets(work, settings)
+    grad = torch.randn(*sets[0].shape, width, generator=torch.Generator().manual_seed(1)).to(work.dtype)
+    flat = grad.view(-1, width)
+    dense = number * width * work.dtype.itemsize
+
+    def contender(name: str, function, tolerance: float | None = None, written: int = 0) -> Contender:
+        def compare(result):
+            return [result.to_dense() if result.is_sparse else result]
+
+        return Contender(name, lambda i: function(sets[i % len(sets)]), "", tolerance, compare, work.bytes + written)
+
+    yield contender("ours", lambda rows: torch.ops.engram.embedding_backward(grad, rows, number), written=dense)
+    if sparse_gradient_works():
+        table = torch.zeros(number, width, dtype=work.dtype, requires_grad=True)
+        yield contender(
+            "ours, sparse",
+            lambda rows: torch.autograd.grad(ops.embedding(table, rows, sparse_grad=True), table, grad)[0].coalesce(),
+        )
+    # torch sums repeated bfloat16 rows in bfloat16.
+    rough = 0.5 if work.dtype == torch.bfloat16 else None
+    yield contender("dense", lambda rows: torch.ops.aten.embedding_dense_backward(grad, rows, number, -1, False),
+                    rough, dense)
+    yield contender("sparse, coalesced", lambda rows: torch.sparse_coo_tensor(
+        rows.view(1, -1), flat, (number, width), check_invariants=False).coalesce(), rough)
+    yield contender("index_add_", lambda rows: torch.zeros(number, width, dtype=work.dtype).index_add_(
+        0, rows.view(-1), flat), rough, dense)
+
+
+def sparse_gradient_works() -> bool:
+    """Whether ops.embedding gives sparse gradients."""
+    with contextlib.suppress(NotImplementedError):
+        ops.embedding(torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int64), sparse_grad=True)
+        return True
+    return False
+
+
+# the whole layer
+
+def _module_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
+    shape, dtype = work.sizes, work.dtype
+    sparse = sparse_gradient_works()
+    settings = config(shape, MODULE_TABLE_BYTES, dtype, sparse_grad=sparse)
+    if work.direction == BOTH and not sparse:
+        work.notes.append("our table gradient is dense, the peers' is sparse")
+    torch.manual_seed(0)
+    layer = nn.Engram(settings, 1, token_map=token_map(), dtype=dtype)
+    hidden = torch.randn(shape.batch, shape.tokens, shape.branches, shape.width).to(dtype).requires_grad_()
+    grad = torch.randn(hidden.shape).to(dtype)
+    sets = token_sets(shape, 8)
+    leaves = [hidden, *layer.parameters()]
+
+    def contender(name: str, function, group: str = "", tolerance: float | None = None) -> Contender:
+        if work.direction == FORWARD:
+            def call(i):
+                with torch.no_grad():
+                    return [function(hidden, sets[i % len(sets)])]
+        else:
+            def call(i):
+                return torch.autograd.grad(function(hidden, sets[i % len(sets)]), leaves, grad)
+
+        return Contender(name, call, group, tolerance,
+                         lambda results: [x.to_dense() if x.is_sparse else x for x in results])
+
+    yield contender("ours", layer)
+    yield _bare_products(layer, work)
+    plain = _tail(peers.bind(reference.gate_conv, **OPTIONS))
+    yield contender("eager", peers.PlainEngram(layer, plain))
+    demo = _tail(peers.bind(peers.demo_gate_conv, **OPTIONS))
+    yield contender("demo", peers.PlainEngram(layer, demo), tolerance=DEMO_TOLERANCE[dtype])
+    if choice.compiler:
+        yield contender("compile, one graph", peers.PlainEngram(layer, peers.compiled(plain)), "compile")
+        conv = dict(eps=OPTIONS["conv_eps"], dilation=OPTIONS["dilation"])
+        apart = _tail(peers.compiled_apart(dict(eps=OPTIONS["eps"]), conv))
+        yield contender("compile, gate and conv apart", peers.PlainEngram(layer, apart), "compile")
+        smart = peers.compiled(_tail(peers.bind(peers.smart_gate_conv, **OPTIONS)))
+        yield contender("smart, compiled", peers.PlainEngram(layer, smart), "smart")
+
+
+def _tail(gate_conv):
+    """Everything after the lookup, around this gate_conv."""
+
+    def tail(memory, hidden, key_w, key_b, value_w, value_b, hidden_weight, key_weight, conv_weight, norm_weight):
+        key, value = peers.project(memory, key_w, key_b, value_w, value_b)
+        return gate_conv(hidden, key.view(hidden.shape), value, hidden_weight, key_weight, conv_weight, norm_weight)
+
+    return tail
+
+
+def _bare_products(layer: nn.Engram, work: Work) -> Contender:
+    """The layer's matrix products and nothing else."""
+    shape = work.sizes
+    memory = torch.randn(shape.batch, shape.tokens, layer.config.memory_width).to(work.dtype).requires_grad_()
+    key, value = layer.key_proj, layer.value_proj
+    leaves = [memory, key.weight, key.bias, value.weight, value.bias]
+    grads = [torch.randn_like(product) for product in peers.project(*leaves)]
+
+    def forward(_):
+        with torch.no_grad():
+            return peers.project(*leaves)
+
+    def both(_):
+        return torch.autograd.grad(peers.project(*leaves), leaves, grads)
+
+    return Contender("matrix products", forward if work.direction == FORWARD else both)

@@ -1,0 +1,230 @@
+"""The benchmark tool on works of a millisecond: what it times, what it judges, what it writes."""
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tool is no part of the installed package
+
+from benchmarks import accuracy, goals, limits, peers, report, run, shapes, works  # noqa: E402
+from benchmarks.timing import Contender, interleave, summary  # noqa: E402
+import engram  # noqa: E402
+from engram import cli, nn  # noqa: E402
+
+TINY = shapes.Shape(batch=2, tokens=12, width=32, branches=2, columns=16, row_width=8)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    """A shape and a table that cost nothing, and buffers for the copy limit to match."""
+    monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
+    monkeypatch.setitem(shapes.TABLES, "64MB", 2**16)
+    monkeypatch.setitem(shapes.TABLES, "1GB", 2**16)
+    monkeypatch.setattr(works, "MODULE_TABLE_BYTES", 2**16)
+    monkeypatch.setattr(works, "TOUCHED_BYTES", 2**14)
+    monkeypatch.setattr(limits, "COPY_BYTES", 2**16)
+
+
+def tool(*arguments) -> int:
+    return run.main(["--shape", "tiny", "--no-compiler", "--seconds", "0", *map(str, arguments)])
+
+
+def records(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def choice(*ops, dtypes=(torch.float32,), compiler=False) -> works.Choice:
+    return works.Choice(ops, ("tiny",), dtypes, ("64MB",), ("uniform", "zipf"), (works.FORWARD, works.BOTH), compiler)
+
+
+def test_contenders_take_turns_and_never_share_an_index():
+    calls = []
+    contenders = [Contender(name, lambda i, name=name: calls.append((name, i))) for name in "abc"]
+    times = interleave(contenders, 0, least=3, first=5)
+    assert calls == [(name, 5 + i) for i, name in enumerate("abcabcabc")]
+    assert {name: len(values) for name, values in times.items()} == dict(a=3, b=3, c=3)
+
+
+def test_seconds_and_most_end_the_rounds():
+    contender = Contender("a", lambda i: None)
+    assert len(interleave([contender], 60, most=20)["a"]) == 20
+    assert len(interleave([contender], 1e-9, least=2)["a"]) == 2
+
+
+def test_summary():
+    assert summary([0.003, 0.001, 0.002, 0.010, 0.004]) == dict(
+        median_ms=3.0, min_ms=1.0, p10_ms=1.4, p90_ms=7.6, runs=5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", works.DEFAULT_SHAPES)
+def test_every_peer_agrees_with_ours(op, dtype):
+    prepared = [run.prepare(work) for work in works.works(choice(op, dtypes=(dtype,)))]
+    assert prepared and all(len(contenders) >= 2 and contenders[0].name == "ours" for contenders in prepared)
+
+
+def test_a_wrong_peer_is_refused(monkeypatch):
+    monkeypatch.setattr(peers, "demo_gate_conv", lambda hidden, *tensors, **options: hidden)
+    with pytest.raises(AssertionError, match="gate_conv, forward, tiny, float32: demo differs from ours"):
+        run.prepare(next(works.works(choice("gate_conv"))))
+
+
+def test_smart_is_the_same_formula():
+    for dtype in (torch.float32, torch.bfloat16):
+        errors = accuracy.measure("tiny", TINY, dtype)["errors"]
+        assert max(errors["smart"].values()) < (1e-4 if dtype == torch.float32 else 3e-3)
+
+
+def test_accuracy_is_met_by_ours_and_missed_by_the_bfloat16_demo():
+    record = accuracy.measure("tiny", TINY, torch.bfloat16)
+    assert record["met"] and record["errors"]["ours"]["y"] < record["errors"]["demo"]["y"]
+    assert record["errors"]["demo"]["dk"] > record["limits"]["dk"]
+
+
+def test_rows_cover_their_columns():
+    settings = shapes.config(TINY, 2**16, torch.float32)
+    constants = nn.NgramHash(settings, shapes.token_map())
+    begin, size = constants.offsets[0], constants.moduli[0]
+    for ids in ("uniform", "zipf"):
+        work = works.Work("embedding", works.FORWARD, "tiny", TINY, torch.float32, None, table="64MB", ids=ids)
+        rows = torch.cat(works.row_sets(work, settings))
+        assert ((rows >= begin) & (rows < begin + size)).all() and len(rows.unique()) > rows.shape[-1]
+
+
+def test_token_stream_is_real_text_and_repeatable():
+    stream = shapes.token_stream(5000)
+    assert stream.shape == (5000,) and 0 <= stream.min() and stream.max() < shapes.VOCAB_SIZE
+    assert len(stream.unique()) < 2500 and torch.equal(stream[:100], shapes.token_stream(100))
+
+
+def test_huge_table_is_aligned_and_equal():
+    small, huge = (shapes.make_table(2**22, 64, torch.float32, huge=pages) for pages in (False, True))
+    assert torch.equal(small, huge) and huge.data_ptr() % shapes.HUGE_PAGE == 0
+    assert shapes.huge_page_share(small) == 0 and 0 <= shapes.huge_page_share(huge) <= 1
+
+
+def test_loop_gathers():
+    if limits.loops() is None:
+        pytest.skip("no g++")
+    table, rows = torch.randn(50, 9), torch.randint(50, (4, 5))
+    assert torch.equal(limits.gather(table, rows), table[rows])
+
+
+def test_files(tmp_path, capsys):
+    lines, document = tmp_path / "rows.jsonl", tmp_path / "docs" / "benchmarks.md"
+    assert tool("--op", "gate_conv", "ngram_hash", "accuracy", "--dtype", "float32", "--threads", 1,
+                "--json", lines, "--markdown", document) == 0
+    machine, limit, *rows = records(lines)
+    assert machine["kind"] == "machine" and machine["torch"] == torch.__version__ and machine["isa"]
+    assert limit["copy_gbs"] > 0 and limit["threads"] == 1
+    assert [(r["kind"], r["op"]) for r in rows] == [
+        ("row", "gate_conv"), ("row", "gate_conv"), ("row", "ngram_hash"), ("accuracy", "gate_conv")]
+    forward = rows[0]
+    assert [r["name"] for r in forward["results"]] == ["ours", "eager", "demo"]
+    elements = (3 * 2 + 2) * 32 * 24
+    ours = forward["results"][0]
+    assert ours["gbs"] == pytest.approx(elements * 4 / ours["median_ms"] / 1e6, rel=1e-3)
+    text = document.read_text()
+    assert "### gate_conv" in text and "## Accuracy" in text and "copy" in text
+    assert "gate_conv, forward, tiny (B2 T12 D32 G2 C16 d8), float32, 1 thread" in capsys.readouterr().out
+
+    again = tmp_path / "again.md"
+    assert run.main(["--rows", str(lines), "--markdown", str(again)]) == 0
+    assert again.read_text() == text
+
+
+def test_against(tmp_path, capsys):
+    lines, slower = tmp_path / "rows.jsonl", tmp_path / "slower.jsonl"
+    tool("--op", "ngram_hash", "--json", lines)
+    assert run.main(["--rows", str(lines), "--against", str(lines)]) == 0
+    earlier = records(lines)
+    earlier[-1]["results"][0]["median_ms"] /= 1.2
+    slower.write_text("\n".join(map(json.dumps, earlier)))
+    capsys.readouterr()
+    assert run.main(["--rows", str(lines), "--against", str(slower)]) == 1
+    assert "SLOWER  1.200x the earlier time: ngram_hash" in capsys.readouterr().out
+    assert run.main(["--rows", str(lines), "--against", str(slower), "--threshold", "1.25"]) == 0
+    slower.write_text(json.dumps(earlier[0]))
+    assert run.main(["--rows", str(lines), "--against", str(slower)]) == 1     # nothing to compare is no success
+
+
+def row(**medians) -> dict:
+    results = [dict(name=name, group=name.split("_")[0], runs=9, gbs=10.0,
+                    **dict.fromkeys(("median_ms", "min_ms", "p10_ms", "p90_ms"), value))
+               for name, value in medians.items()]
+    return dict(kind="row", op="gate_conv", direction=works.FORWARD, shape="A", sizes="sizes", dtype="float32",
+                threads=2, table="", ids="", tokens=1024, output_bytes=2**22, copy_gbs=20.0, notes=[], results=results)
+
+
+def test_goals_take_the_better_of_a_group():
+    verdicts = {v["goal"]: v for v in goals.judge(row(ours=1, eager=20, compile_a=9, compile_b=6))}
+    assert set(verdicts) == {"against eager", "against compile", "share of copy bandwidth"}   # smart was not measured
+    assert verdicts["against eager"]["met"] and verdicts["against eager"]["got"] == 20
+    assert not verdicts["against compile"]["met"] and verdicts["against compile"]["got"] == 6
+    assert verdicts["share of copy bandwidth"]["got"] == 50
+    assert report.judgement(verdicts["against compile"]) == "short by 14 %"
+    assert goals.judge(row(ours=1, eager=20) | dict(threads=1)) == []
+
+
+def test_goals_alone_are_measured(monkeypatch, capsys):
+    monkeypatch.setitem(goals.TABLE, ("gate_conv", works.BOTH, "tiny", "float32"), [goals.times_faster("eager", 1e-3)])
+    assert tool("--op", "gate_conv", "gate", "--goals", "--threads", 2) == 0
+    out = capsys.readouterr().out
+    assert "gate_conv, forward + backward, tiny" in out and "met   against eager" in out
+    assert "gate_conv, forward, tiny" not in out and "gate, " not in out
+
+
+def test_ceilings():
+    goal = goals.nanoseconds_per_token(12)
+    assert not goal.judge(dict(tokens=1000, results=[dict(group="ours", median_ms=0.015)]))["met"]
+    verdict = goal.judge(dict(tokens=1000, results=[dict(group="ours", median_ms=0.010)]))
+    assert verdict["met"] and report.verdict_line(verdict) == "time per token: 10 ns, wanted at most 12 ns: met"
+
+
+def test_the_document_says_what_falls_short_and_where_time_goes():
+    short = row(ours=1, eager=20, compile_a=9, compile_b=6)
+    text = report.markdown([short | dict(goals=goals.judge(short), profile={"engram::gate_conv": 0.97})])
+    assert "1 of 3 met" in text and "| short by 14 % |" in text and "engram::gate_conv 97%" in text
+    assert "| 1 (1-1; 9) | 10.0, 50% | 20.00x | 6.00x |" in text
+
+
+def test_guard_fails_on_a_missed_ratio(monkeypatch, capsys):
+    def only(factor):
+        wanted = [goals.times_faster("torch", factor)]
+        monkeypatch.setattr(goals, "GUARDS", [("ngram_hash", works.FORWARD, "tiny", "float32", wanted)])
+
+    only(1e-3)
+    assert run.main(["--guard"]) == 0
+    only(1e6)
+    threads = torch.get_num_threads()
+    assert run.main(["--guard"]) == 1 and torch.get_num_threads() == threads
+    assert "MISSED ngram_hash" in capsys.readouterr().out
+
+
+def test_profile_shows_our_ops(capsys):
+    assert run.main(["--profile", "--op", "gate_conv", "--shape", "tiny", "--dtype", "float32"]) == 0
+    out = capsys.readouterr().out
+    assert "engram::gate_conv_backward" in out and "gate_conv, forward + backward, tiny, float32" in out
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--guard", "--op", "gate"], "--op has no meaning beside --guard"),
+    (["--profile", "--json", "file"], "--json has no meaning beside --profile"),
+    (["--rows", "file", "--quick"], "--quick has no meaning beside --rows"),
+    (["--rows", "file", "--guard"], "not allowed with"),
+    (["--op", "nothing"], "invalid choice"),
+])
+def test_wrong_usage(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        run.main(arguments)
+    assert exit.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_engram_bench_is_the_same_tool(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(tmp_path))      # gives sys.path back afterwards
+    assert cli.main(["bench", "--shape", "tiny", "--no-compiler", "--seconds", "0", "--op", "ngram_hash"]) == 0
+    assert "ngram_hash, forward, tiny" in capsys.readouterr().out
+    monkeypatch.setattr(engram, "__file__", str(tmp_path / "engram" / "__init__.py"))
+    assert cli.main(["bench"]) == 2 and "pip install -e" in capsys.readouterr().err
