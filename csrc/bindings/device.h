@@ -20,7 +20,10 @@
 
 namespace engram {
 
+// kMaxParts: into how many parts work is cut at most when partial sums are folded in order. Few keep the partial sums
+// small, a GPU needs many to fill.
 struct Cpu {
+  static constexpr int64_t kMaxParts = 64;
   explicit Cpu(const Tensor&) {}
 };
 
@@ -44,8 +47,8 @@ template <typename F> int64_t parallel_first(int64_t count, int64_t grain, const
 inline int64_t grain_for(int64_t work) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(work, 1)); }
 
 #if defined(ENGRAM_CUDA_BODIES)
-// Work on CUDA is cut into this many parts at most when partial sums are folded in order.
 struct Cuda {
+  static constexpr int64_t kMaxParts = 512;
 #if defined(ENGRAM_EMULATED)
   cudaStream_t stream = nullptr;
   explicit Cuda(const Tensor&) {}

@@ -61,7 +61,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gate_backward(
 
   Tensor grad_hidden = empty(g.hidden, sizes_of(g.hidden)), grad_key = empty(g.key, sizes_of(g.key));
   Tensor grad_value = empty(g.value, sizes_of(g.value));
-  GateWeightGrads weights(g, std::clamp<int64_t>(g.tokens / 16, 1, 64));
+  GateWeightGrads weights(g, std::clamp<int64_t>(g.tokens / 16, 1, Device::kMaxParts));
   dispatch_gate(g, [&]<typename H, typename K>() {
     using A = accumulate_t<H>;
     launch(device, GateBackward<H, K>{grad_out.const_data_ptr<H>(), g.hidden.const_data_ptr<H>(), g.key.const_data_ptr<K>(),

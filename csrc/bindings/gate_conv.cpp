@@ -74,7 +74,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_conv_bac
   stats = as_contiguous(stats);
   Tensor grad_hidden = empty(g.hidden, sizes_of(g.hidden)), grad_key = empty(g.key, sizes_of(g.key));
   Tensor grad_value = empty(g.value, sizes_of(g.value));
-  const int64_t parts = conv_parts(c.shape);
+  const int64_t parts = conv_parts<Device>(c.shape);
   GateWeightGrads gate_grads(g, parts);
   ShortConvWeightGrads conv_grads(c, parts);
   dispatch_gate(g, [&]<typename H, typename K>() {

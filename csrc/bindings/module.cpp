@@ -3,8 +3,8 @@
 
 #include "kernels/cpu/isa.h"
 
-#define ENGRAM_STRING_(x) #x
-#define ENGRAM_STRING(x) ENGRAM_STRING_(x)
+#define ENGRAM_STRING_(...) #__VA_ARGS__  // variadic: a list of architectures has commas
+#define ENGRAM_STRING(...) ENGRAM_STRING_(__VA_ARGS__)
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("build_info", [] {

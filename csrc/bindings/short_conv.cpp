@@ -59,7 +59,7 @@ std::tuple<Tensor, Tensor, Tensor> short_conv_backward(Tensor grad_out, Tensor x
   grad_out = as_contiguous(grad_out);
   rstd = as_contiguous(rstd);
   Tensor grad_x = empty(x, sizes_of(x));
-  ShortConvWeightGrads grads(c, conv_parts(c.shape));
+  ShortConvWeightGrads grads(c, conv_parts<Device>(c.shape));
   dispatch_float(x, [&]<typename T>() {
     using A = accumulate_t<T>;
     launch(device, ShortConvBackward<T>{grad_out.const_data_ptr<T>(), x.const_data_ptr<T>(), c.taps.const_data_ptr<A>(),

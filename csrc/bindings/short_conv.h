@@ -79,6 +79,8 @@ struct ShortConvWeightGrads {
 };
 
 // One part per block of time, as long as their partial sums stay small.
-inline int64_t conv_parts(const ShortConvShape& s) { return std::clamp<int64_t>(s.batch * conv_blocks_per_row(s), 1, 64); }
+template <typename Device> int64_t conv_parts(const ShortConvShape& s) {
+  return std::clamp<int64_t>(s.batch * conv_blocks_per_row(s), 1, Device::kMaxParts);
+}
 
 }  // namespace engram
