@@ -61,33 +61,48 @@ struct ConvSource {
   const A* self;           // null: the source itself is not added
 };
 
-// Which row each tap of one position reads: a row of the tile's scratch, or zeros where the tap does not count. Adding
-// those zeros keeps the order of the sum, so that a position's result does not depend on what else is in the batch.
+// Which row each tap of one position reads, and its scalar: a row of the tile's scratch, or zeros where the tap does not
+// count. Adding those zeros keeps the order of the sum, so that a position's result does not depend on what else is in the
+// batch. With the usual number of taps it lives in registers: a trip through memory would wait, in order, behind the
+// stores of the row before.
 template <typename A>
-struct TapRows {
-  std::vector<const A*> rows, weights;
+struct TapStorage {
+  std::vector<const A*> rows;
   std::vector<A> scales;
-  explicit TapRows(int64_t taps) : rows(taps), weights(taps), scales(taps) {}
+  explicit TapStorage(int64_t taps) : rows(taps), scales(taps) {}
+};
+template <int Taps, typename A>
+struct TapRows {
+  const A* rows[Taps];
+  A scales[Taps];
+  explicit TapRows(TapStorage<A>&) {}
+};
+template <typename A>
+struct TapRows<0, A> {
+  const A** rows;
+  A* scales;
+  explicit TapRows(TapStorage<A>& storage) : rows(storage.rows.data()), scales(storage.scales.data()) {}
+};
+
+// The taps' weights for one tile of one branch: weight j is `first + j * stride`.
+template <typename A>
+struct TapWeights {
+  const A* first;
+  int64_t stride, count;
 };
 
 // step(lanes, d, z, input) for every vector of a row: z = sum_j weights[j] * input(j), input(j) = scales[j] * rows[j].
 // Taps: their number when the compiler knows it (pointers and scalars stay in registers), 0 = any.
 template <int Taps, typename A, typename Step>
-ENGRAM_INLINE void convolve(const TapRows<A>& taps, int64_t width, Step&& step) {
-  const int64_t count = Taps ? Taps : static_cast<int64_t>(taps.rows.size());
+ENGRAM_INLINE void convolve(const TapRows<Taps, A>& taps, const TapWeights<A>& weights, int64_t width, Step&& step) {
   if constexpr (Taps > 0) {
-    const A *rows[Taps], *weights[Taps];
     vec<A> scales[Taps];
-    for (int j = 0; j < Taps; ++j) {
-      rows[j] = taps.rows[j];
-      weights[j] = taps.weights[j];
-      scales[j] = broadcast(taps.scales[j]);
-    }
+    for (int j = 0; j < Taps; ++j) scales[j] = broadcast(taps.scales[j]);
     for_each_vec<A>(0, width, [&](auto lanes, int64_t d) ENGRAM_INLINE_LAMBDA {
       vec<A> inputs[Taps], z{};
       for (int j = 0; j < Taps; ++j) {
-        inputs[j] = scales[j] * lanes.get(rows[j] + d);
-        z += lanes.get(weights[j] + d) * inputs[j];
+        inputs[j] = scales[j] * lanes.get(taps.rows[j] + d);
+        z += lanes.get(weights.first + j * weights.stride + d) * inputs[j];
       }
       step(lanes, d, z, [&](int64_t j) ENGRAM_INLINE_LAMBDA { return inputs[j]; });
     });
@@ -97,7 +112,7 @@ ENGRAM_INLINE void convolve(const TapRows<A>& taps, int64_t width, Step&& step) 
     };
     for_each_vec<A>(0, width, [&](auto lanes, int64_t d) ENGRAM_INLINE_LAMBDA {
       vec<A> z{};
-      for (int64_t j = 0; j < count; ++j) z += lanes.get(taps.weights[j] + d) * inputs(lanes, j, d);
+      for (int64_t j = 0; j < weights.count; ++j) z += lanes.get(weights.first + j * weights.stride + d) * inputs(lanes, j, d);
       step(lanes, d, z, [&](int64_t j) ENGRAM_INLINE_LAMBDA { return inputs(lanes, j, d); });
     });
   }
@@ -125,9 +140,10 @@ struct ConvTile {
       });
     }
   }
-  void aim(const Stretch& stretch, const ConvSource<K>& source, int64_t t, int64_t g, TapRows<A>& taps) const {
-    const int64_t G = stretch.shape.branches;
-    for (int64_t j = 0; j < stretch.shape.taps; ++j) {
+  template <int Taps>
+  ENGRAM_INLINE void aim(const Stretch& stretch, const ConvSource<K>& source, int64_t t, int64_t g, TapRows<Taps, A>& taps) const {
+    const int64_t G = stretch.shape.branches, count = Taps ? Taps : stretch.shape.taps;
+    for (int64_t j = 0; j < count; ++j) {
       const int64_t from = stretch.source(t, j);
       taps.rows[j] = from < 0 ? zeros : rows + (from - stretch.first) * kTile;
       taps.scales[j] = from < 0 ? A(0) : source.scale[(from - stretch.first) * G + g];
@@ -138,7 +154,7 @@ struct ConvTile {
 // out[t, g] = (self * x) + silu(z) (+ hidden) for the block.
 template <int Taps, typename H, typename K>
 ENGRAM_TARGET void conv_forward_block(const Stretch& stretch, const ConvSource<K>& source, const accumulate_t<K>* weights,
-                                      const H* hidden, H* out, ConvTile<K>& tile_rows, TapRows<accumulate_t<K>>& taps) {
+                                      const H* hidden, H* out, ConvTile<K>& tile_rows, TapStorage<accumulate_t<K>>& storage) {
   using A = accumulate_t<K>;
   const ShortConvShape& s = stretch.shape;
   const int64_t D = s.dim, G = s.branches;
@@ -147,17 +163,18 @@ ENGRAM_TARGET void conv_forward_block(const Stretch& stretch, const ConvSource<K
     const int64_t width = std::min(kTile, D - tile);
     for (int64_t g = 0; g < G; ++g) {
       if (g == 0 || source.branch_stride) tile_rows.fill(stretch, source, g, tile, width);
-      for (int64_t j = 0; j < s.taps; ++j) taps.weights[j] = weights + (j * G + g) * D + tile;
+      const TapWeights<A> tap_weights{weights + g * D + tile, G * D, s.taps};
       for (int64_t t = stretch.begin; t < stretch.end; ++t) {
         const int64_t at = ((stretch.base + t) * G + g) * D + tile;
         if (stretch.masked(t)) {
           copy_or_zero(out + at, hidden ? hidden + at : nullptr, width);
           continue;
         }
-        tile_rows.aim(stretch, source, t, g, taps);
+        TapRows<Taps, A> taps(storage);
+        tile_rows.template aim<Taps>(stretch, source, t, g, taps);
         const A* x = tile_rows.rows + (t - stretch.first) * kTile;
         const A self = source.self ? source.self[(t - stretch.first) * G + g] : A(0);
-        convolve<Taps>(taps, width, [&](auto lanes, int64_t d, vec<A> z, const auto&) ENGRAM_INLINE_LAMBDA {
+        convolve<Taps>(taps, tap_weights, width, [&](auto lanes, int64_t d, vec<A> z, const auto&) ENGRAM_INLINE_LAMBDA {
           vec<A> y = s.silu ? z * sigmoid(z) : z;
           if (source.self) y += self * lanes.get(x + d);
           if (hidden) y += lanes.get(hidden + at + d);
@@ -181,13 +198,12 @@ template <int Taps, typename H, typename K>
 ENGRAM_TARGET void conv_backward_block(const Stretch& stretch, const ConvSource<K>& source, const accumulate_t<K>* weights,
                                        const H* grad_out, int64_t g0, int64_t g1, K* grad_rows, accumulate_t<K>* part,
                                        accumulate_t<K>* P, accumulate_t<K>* Q, ConvTile<K>& tile_rows,
-                                       TapRows<accumulate_t<K>>& taps, ConvScratch<accumulate_t<K>>& scratch) {
+                                       TapStorage<accumulate_t<K>>& storage, ConvScratch<accumulate_t<K>>& scratch) {
   using A = accumulate_t<K>;
   const ShortConvShape& s = stretch.shape;
   const int64_t D = s.dim, G = s.branches, GD = G * D, K_ = s.taps, begin = stretch.begin, end = stretch.end;
   scratch.grad_z.resize((stretch.last - begin) * kTile);
   scratch.grad_x.resize((end - begin) * D);
-  TapRows<A> back(K_);
   for (int64_t i = 0; i < end - begin; ++i) std::fill(P + i * G + g0, P + i * G + g1, A(0));
   for (int64_t i = 0; i < end - begin; ++i) std::fill(Q + i * G + g0, Q + i * G + g1, A(0));
 
@@ -195,16 +211,17 @@ ENGRAM_TARGET void conv_backward_block(const Stretch& stretch, const ConvSource<
     const int64_t width = std::min(kTile, D - tile);
     tile_rows.fill(stretch, source, g0, tile, width);
     for (int64_t g = g0; g < g1; ++g) {
-      for (int64_t j = 0; j < K_; ++j) taps.weights[j] = back.weights[j] = weights + (j * G + g) * D + tile;
+      const TapWeights<A> tap_weights{weights + g * D + tile, GD, K_};
       // grad_z of the block and of the positions after it that read from it; S over the block.
       for (int64_t t = begin; t < stretch.last; ++t) {
         if (stretch.masked(t)) continue;  // never read
-        tile_rows.aim(stretch, source, t, g, taps);
+        TapRows<Taps, A> taps(storage);
+        tile_rows.template aim<Taps>(stretch, source, t, g, taps);
         const H* dy = grad_out + (stretch.base + t) * GD + g * D + tile;
         A* dz = scratch.grad_z.data() + (t - begin) * kTile;
         A* S = part + g * D + tile;
         const bool own = t < end;
-        convolve<Taps>(taps, width, [&](auto lanes, int64_t d, vec<A> z, const auto& input) ENGRAM_INLINE_LAMBDA {
+        convolve<Taps>(taps, tap_weights, width, [&](auto lanes, int64_t d, vec<A> z, const auto& input) ENGRAM_INLINE_LAMBDA {
           vec<A> grad = lanes.get(dy + d);
           if (s.silu) {
             const vec<A> sg = sigmoid(z);
@@ -221,7 +238,8 @@ ENGRAM_TARGET void conv_backward_block(const Stretch& stretch, const ConvSource<
       // q is the same convolution backwards in time, over grad_z with scale 1.
       for (int64_t t = begin; t < end; ++t) {
         if (stretch.masked(t)) continue;
-        for (int64_t j = 0; j < K_; ++j) {
+        TapRows<Taps, A> back(storage);
+        for (int64_t j = 0; j < (Taps ? Taps : K_); ++j) {
           const int64_t to = stretch.target(t, j);
           back.rows[j] = to < 0 ? tile_rows.zeros : scratch.grad_z.data() + (to - begin) * kTile;
           back.scales[j] = A(1);
@@ -231,7 +249,7 @@ ENGRAM_TARGET void conv_backward_block(const Stretch& stretch, const ConvSource<
         const H* dy = grad_out + (stretch.base + t) * GD + g * D + tile;
         A* grad_x = scratch.grad_x.data() + (t - begin) * D + tile;
         vec<A> p{}, qx{};
-        convolve<Taps>(back, width, [&](auto lanes, int64_t d, vec<A> q, const auto&) ENGRAM_INLINE_LAMBDA {
+        convolve<Taps>(back, tap_weights, width, [&](auto lanes, int64_t d, vec<A> q, const auto&) ENGRAM_INLINE_LAMBDA {
           const vec<A> v = lanes.get(x + d), gy = lanes.get(dy + d);
           p += gy * v;
           qx += q * v;

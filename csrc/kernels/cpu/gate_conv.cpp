@@ -71,7 +71,7 @@ struct GateScalars {
 template <int Taps, typename H, typename K>
 ENGRAM_TARGET void gate_conv_forward_blocks(const GateConvForward<H, K>& a, int64_t begin, int64_t end) {
   using A = accumulate_t<H>;
-  TapRows<A> taps(a.shape.taps);
+  TapStorage<A> taps(a.shape.taps);
   ConvTile<K> tile;
   GateScalars<A> scalars;
   for (int64_t block = begin; block < end; ++block) {
@@ -87,7 +87,7 @@ ENGRAM_TARGET void gate_conv_backward_parts(const GateConvBackward<H, K>& a, int
   using A = accumulate_t<H>;
   const ShortConvShape& s = a.shape;
   const int64_t D = s.dim, G = s.branches, GD = G * D, width = G * kGateStats + 1, blocks = s.batch * conv_blocks_per_row(s);
-  TapRows<A> taps(s.taps);
+  TapStorage<A> taps(s.taps);
   ConvTile<K> tile;
   ConvScratch<A> scratch;
   GateScalars<A> scalars;

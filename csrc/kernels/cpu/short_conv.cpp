@@ -55,7 +55,7 @@ template <int Taps, typename T> ENGRAM_TARGET void short_conv_forward_blocks(con
   using A = accumulate_t<T>;
   const ShortConvShape& s = a.shape;
   const int64_t D = s.dim, G = s.branches;
-  TapRows<A> taps(s.taps);
+  TapStorage<A> taps(s.taps);
   ConvTile<T> tile;
   std::vector<A> rstd, ones;
   for (int64_t block = begin; block < end; ++block) {
@@ -83,7 +83,7 @@ template <int Taps, typename T> ENGRAM_TARGET void short_conv_backward_parts(con
   using A = accumulate_t<T>;
   const ShortConvShape& s = a.shape;
   const int64_t blocks = s.batch * conv_blocks_per_row(s), G = s.branches, GD = G * s.dim, size = s.taps * GD;
-  TapRows<A> taps(s.taps);
+  TapStorage<A> taps(s.taps);
   ConvTile<T> tile;
   ConvScratch<A> scratch;
   std::vector<A> ones, P, Q;
