@@ -3,6 +3,7 @@
 ``engram.ops`` holds the operators, ``engram.nn`` the modules, ``engram.reference`` the same operators in plain PyTorch.
 """
 
+import importlib
 from pathlib import Path
 
 import torch  # noqa: F401  (loads libtorch, which _C needs)
@@ -12,7 +13,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"engram's compiled part (engram._C) cannot be loaded from {Path(__file__).parent}: install the package with "
-        f"`python -m pip install .` (or `-e .` inside the source tree) in this environment ({error})"
+        f"`python -m pip install .` (`-e .` inside the source tree) in this environment ({error})"
     ) from error
 
 from engram import nn, ops, reference
@@ -22,6 +23,14 @@ from engram.vocab import TokenMap
 
 __version__ = "0.1.0"
 __all__ = ["EngramConfig", "TokenMap", "build_info", "empty_table", "huge_page_share", "nn", "ops", "reference"]
+
+_LAZY = ("models",)  # imported when first asked for: what most users of the ops do not need
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return importlib.import_module(f"engram.{name}")
+    raise AttributeError(f"module 'engram' has no attribute {name!r}")
 
 
 def build_info() -> dict:

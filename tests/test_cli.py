@@ -149,7 +149,7 @@ def test_resume_refuses_other_settings(capsys, texts, tmp_path):
     status, _, error = call(capsys, "train", "--resume", "--steps", 1, "--out", tmp_path / "run")
     assert status == 2 and "is at step 2 already, past --steps 1" in error
     status, _, error = call(capsys, "train", "--resume", "--lr", 0.5, "--out", tmp_path / "run")
-    assert status == 2 and "--lr 0.5 contradicts" in error and "started with 0.004" in error
+    assert status == 2 and "--lr 0.5 contradicts" in error and "started with 0.003" in error
     assert call(capsys, "train", "--resume", "--out", tmp_path / "run")[0] == 0  # nothing left to do
     (texts / "00.py").write_text("changed\n")
     status, _, error = call(capsys, "train", "--resume", "--out", tmp_path / "run")

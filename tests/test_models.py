@@ -1,5 +1,8 @@
 """The example language model: what it computes, with one and with four residual streams."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -107,3 +110,8 @@ def test_wrong_configurations(change, message):
     memory = engram.EngramConfig(hidden_size=D, vocab_size=V, layer_ids=(0, 1), table_size=53, pad_id=0)
     with pytest.raises(ValueError, match=message):
         LanguageModelConfig(**{**dict(vocab_size=V, hidden_size=D, layers=2, engram=memory), **change})
+
+
+def test_models_are_an_attribute_of_the_package():
+    code = "import sys, engram; assert 'engram.models' not in sys.modules; engram.models.LanguageModel"
+    subprocess.run([sys.executable, "-c", code], check=True)

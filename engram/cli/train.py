@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"optimizer steps of each model (default: the environment variable {STEPS_VARIABLE}, or 300)")
     run("--tokens", type=int, metavar="N", help="tokens per step (default: 2048)")
     run("--length", type=int, metavar="N", help="tokens in a row that attention can see (default: 256)")
-    run("--lr", type=float, metavar="X", help="peak learning rate; five times as much for the tables (default: 4e-3)")
+    run("--lr", type=float, metavar="X", help="peak learning rate; five times as much for the tables (default: 3e-3)")
     run("--seed", type=int, metavar="N", help="of the weights, the hash and the data order (default: 0)")
     run("--out", type=Path, default=Path("engram-run"), metavar="DIR",
         help="where checkpoint, plot and tokenizer go (default: ./engram-run)")
