@@ -1,8 +1,8 @@
 """Builds engram._C. Everything else about the package is in pyproject.toml.
 
 Environment:
-  ENGRAM_CUDA=0|1        never / always build the CUDA kernels (default: when torch and a toolkit with headers have CUDA)
-  TORCH_CUDA_ARCH_LIST   GPU architectures (default: the visible GPUs, else what torch itself was built for)
+  ENGRAM_CUDA=0|1        never / always build the CUDA kernels (default: when torch and a toolkit with headers have
+  CUDA) TORCH_CUDA_ARCH_LIST   GPU architectures (default: the visible GPUs, else what torch itself was built for)
   CUDA_HOME, MAX_JOBS    as usual for torch.utils.cpp_extension
 """
 
@@ -32,14 +32,15 @@ def find_torch():
             return None
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < (2, 11):
-        sys.exit(f"engram: needs {TORCH_REQUIREMENT}, but this environment has torch {torch.__version__}: upgrade it first")
+        sys.exit(f"engram: needs {TORCH_REQUIREMENT}, but torch {torch.__version__} is installed here: upgrade it first")
     return torch
 
 
 def find_cuda_home():
     """A CUDA toolkit with headers; a bare nvcc wrapper on PATH is not one."""
     nvcc = shutil.which("nvcc")
-    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), nvcc and Path(nvcc).resolve().parents[1], "/usr/local/cuda"]
+    around_nvcc = nvcc and Path(nvcc).resolve().parents[1]
+    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), around_nvcc, "/usr/local/cuda"]
     for home in filter(None, candidates):
         if (Path(home) / "include" / "cuda_runtime_api.h").exists() and (Path(home) / "bin" / "nvcc").exists():
             return str(home)
@@ -59,12 +60,14 @@ def choose_cuda(torch):
     if not able:
         sys.exit(
             f"engram: ENGRAM_CUDA=1 needs a CUDA build of torch and a CUDA toolkit with headers; "
-            f"found torch {torch.__version__} with CUDA {torch.version.cuda}, toolkit at {home} (set CUDA_HOME), {len(sources)} CUDA sources"
+            f"found torch {torch.__version__} with CUDA {torch.version.cuda}, toolkit at {home} (set CUDA_HOME), "
+            f"{len(sources)} CUDA sources"
         )
     os.environ["CUDA_HOME"] = home
     if not os.environ.get("TORCH_CUDA_ARCH_LIST") and not torch.cuda.is_available():
         # torch's own detection raises IndexError without a GPU.
-        archs = sorted({int(flag.split("_")[1]) for flag in torch._C._cuda_getArchFlags().split() if flag[3:].isdigit()})
+        flags = torch._C._cuda_getArchFlags().split()
+        archs = sorted({int(flag[3:]) for flag in flags if flag.startswith("sm_") and flag[3:].isdigit()})
         archs = [arch for arch in archs if arch >= 80] or [80]
         os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(f"{arch // 10}.{arch % 10}" for arch in archs) + "+PTX"
     return True
@@ -102,6 +105,7 @@ else:
     with_cuda = choose_cuda(torch)  # before cpp_extension is imported: it reads CUDA_HOME once
     from torch.utils.cpp_extension import BuildExtension
 
-    cuda = f"CUDA kernels for {os.environ.get('TORCH_CUDA_ARCH_LIST', 'the visible GPUs')}" if with_cuda else "CPU kernels only"
-    print(f"engram: building against torch {torch.__version__}, {cuda}", file=sys.stderr)
+    archs = os.environ.get("TORCH_CUDA_ARCH_LIST", "the visible GPUs")
+    kernels = f"CPU and CUDA kernels ({archs})" if with_cuda else "CPU kernels"
+    print(f"engram: building {kernels} against torch {torch.__version__}", file=sys.stderr)
     setup(ext_modules=[extension(torch, with_cuda)], cmdclass={"build_ext": BuildExtension})

@@ -491,7 +491,8 @@ class Engram(nn.Module):
             out = self.gate(streams, key, value, mask=visible, residual=residual)
         else:
             out = ops.gate_conv(
-                streams, key, value, self.gate.hidden_weight, self.gate.key_weight, self.conv.weight, self.conv.norm_weight,
+                streams, key, value, self.gate.hidden_weight, self.gate.key_weight,
+                self.conv.weight, self.conv.norm_weight,
                 eps=norm_eps(config, streams), conv_eps=config.conv_norm_eps, dilation=config.conv_dilation,
                 zero_rule=config.zero_rule, document_ids=document_ids if config.conv_reset else None, mask=visible,
                 residual=residual,
@@ -586,7 +587,7 @@ class Engram(nn.Module):
 
 
 def _empty_weight(rows: int, dim: int, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
-    """An uninitialised table: on the CPU in memory for tables, anywhere else (meta and fake tensors too) as torch does."""
+    """An uninitialised table: on the CPU in memory for tables, anywhere else (meta, fake tensors) as torch does."""
     like = torch.empty(0, device=device, dtype=dtype)
     if type(like) is Tensor and like.device.type == "cpu":
         return empty_table(rows, dim, dtype=like.dtype)

@@ -1,4 +1,4 @@
-"""Memory for tables on the CPU: a random row of a big table costs a miss in the page-table cache, unless pages are huge."""
+"""Memory for tables on the CPU: a random row of a big table misses the page-table cache, unless pages are huge."""
 
 import math
 import mmap
@@ -14,10 +14,10 @@ HUGE_PAGE = 2 << 20  # bytes; the size that Linux calls transparent huge pages o
 def empty_table(rows: int, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialised CPU tensor ``[rows, dim]`` on huge pages where the system gives them.
 
-    The memory starts at a 2 MiB boundary and is marked for transparent huge pages before it is first touched. Where that is
-    not possible (a table under 2 MiB, another system, huge pages switched off) it is ordinary memory: ``huge_page_share``
-    tells, once rows have been written. Pages are claimed as they are written, so a table may be larger than free memory
-    as long as it is not filled.
+    The memory starts at a 2 MiB boundary and is marked for transparent huge pages before it is first touched. Where
+    that is not possible (a table under 2 MiB, another system, huge pages switched off) it is ordinary memory:
+    ``huge_page_share`` tells, once rows have been written. Pages are claimed as they are written, so a table may be
+    larger than free memory as long as it is not filled.
 
     Args:
         rows, dim: sizes, at least 0.
@@ -33,7 +33,8 @@ def empty_table(rows: int, dim: int, *, dtype: torch.dtype | None = None) -> Ten
     if size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(rows, dim, dtype=dtype, device="cpu")
     # mmap aligns to small pages only: one huge page more than needed leaves room to move the start up to a boundary.
-    memory = mmap.mmap(-1, math.ceil(size / HUGE_PAGE) * HUGE_PAGE + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    length = math.ceil(size / HUGE_PAGE) * HUGE_PAGE + HUGE_PAGE
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     begin = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -25,17 +25,28 @@ using OptionalTensor = std::optional<Tensor>;
 
 inline const char* name_of(ScalarType dtype) {
   switch (dtype) {
-    case ScalarType::Double: return "float64";
-    case ScalarType::Float: return "float32";
-    case ScalarType::Half: return "float16";
-    case ScalarType::BFloat16: return "bfloat16";
-    case ScalarType::Long: return "int64";
-    case ScalarType::Int: return "int32";
-    case ScalarType::Short: return "int16";
-    case ScalarType::Char: return "int8";
-    case ScalarType::Byte: return "uint8";
-    case ScalarType::Bool: return "bool";
-    default: return "another dtype";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Bool:
+      return "bool";
+    default:
+      return "another dtype";
   }
 }
 
@@ -74,7 +85,8 @@ inline int64_t product(const Sizes& sizes) {
   return n;
 }
 
-inline void require_sizes(const char* op, const char* argument, const Tensor& t, const Sizes& sizes, const char* letters) {
+inline void require_sizes(const char* op, const char* argument, const Tensor& t, const Sizes& sizes,
+                          const char* letters) {
   if (sizes_of(t) != sizes) fail(op, argument, std::string(letters) + " = " + list(sizes), list(t.sizes()));
 }
 
@@ -82,7 +94,8 @@ inline bool is_float(ScalarType t) {
   return t == ScalarType::Double || t == ScalarType::Float || t == ScalarType::Half || t == ScalarType::BFloat16;
 }
 inline bool is_integer(ScalarType t) {
-  return t == ScalarType::Long || t == ScalarType::Int || t == ScalarType::Short || t == ScalarType::Char || t == ScalarType::Byte;
+  return t == ScalarType::Long || t == ScalarType::Int || t == ScalarType::Short || t == ScalarType::Char ||
+         t == ScalarType::Byte;
 }
 
 inline void require_float(const char* op, const char* argument, const Tensor& t) {
@@ -144,8 +157,8 @@ inline OptionalTensor checked_ids(const char* op, const char* argument, const Op
 }
 
 // A weight of any float dtype, in the accumulation type.
-inline OptionalTensor checked_weight(const char* op, const char* argument, const OptionalTensor& weight, const Sizes& sizes,
-                                     const char* letters, const Tensor& like) {
+inline OptionalTensor checked_weight(const char* op, const char* argument, const OptionalTensor& weight,
+                                     const Sizes& sizes, const char* letters, const Tensor& like) {
   if (!weight) return weight;
   require_device(op, argument, *weight, like);
   require_float(op, argument, *weight);
@@ -158,10 +171,14 @@ inline OptionalTensor checked_weight(const char* op, const char* argument, const
 // f.operator()<T>() for the tensor's float dtype, which has been checked.
 template <typename F> auto dispatch_float(const Tensor& t, F&& f) {
   switch (t.scalar_type()) {
-    case ScalarType::Double: return f.template operator()<double>();
-    case ScalarType::Float: return f.template operator()<float>();
-    case ScalarType::Half: return f.template operator()<Half>();
-    default: return f.template operator()<BFloat16>();
+    case ScalarType::Double:
+      return f.template operator()<double>();
+    case ScalarType::Float:
+      return f.template operator()<float>();
+    case ScalarType::Half:
+      return f.template operator()<Half>();
+    default:
+      return f.template operator()<BFloat16>();
   }
 }
 template <typename F> auto dispatch_index(const Tensor& t, F&& f) {

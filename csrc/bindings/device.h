@@ -1,8 +1,8 @@
 // Where a binding runs its kernels: the one place that knows threads, streams and how an op is registered.
 //
 // A binding is a template over Device and calls launch(device, args); each op file has one launch() for Cpu and one for
-// Cuda. In a build with ENGRAM_EMULATED the Cuda side is compiled for the CPU (tests/cpp/emulator) and registered, on CPU
-// tensors, as torch.ops.engram_emulated.
+// Cuda. In a build with ENGRAM_EMULATED the Cuda side is compiled for the CPU (tests/cpp/emulator) and registered, on
+// CPU tensors, as torch.ops.engram_emulated.
 #pragma once
 #include "checks.h"
 
@@ -38,7 +38,8 @@ template <typename F> int64_t parallel_first(int64_t count, int64_t grain, const
   parallel(count, grain, [&](int64_t begin, int64_t end) {
     const int64_t found = f(begin, end);
     int64_t seen = first.load();
-    while (found >= 0 && (seen < 0 || found < seen) && !first.compare_exchange_weak(seen, found)) {}
+    while (found >= 0 && (seen < 0 || found < seen) && !first.compare_exchange_weak(seen, found)) {
+    }
   });
   return first;
 }
@@ -81,7 +82,8 @@ struct DebugFlag {
   }
   int32_t* pointer() const { return write<int32_t>(flag); }
   bool raised() const {
-    return flag && *torch::stable::to(*flag, torch::stable::Device(torch::headeronly::DeviceType::CPU)).const_data_ptr<int32_t>();
+    return flag && *torch::stable::to(*flag, torch::stable::Device(torch::headeronly::DeviceType::CPU))
+                        .const_data_ptr<int32_t>();
   }
 };
 #endif
@@ -89,7 +91,8 @@ struct DebugFlag {
 // Registered for CUDA tensors where there are no CUDA kernels.
 inline void no_cuda_kernels(StableIValue*, uint64_t, uint64_t) {
   throw std::runtime_error(
-      "engram was built without CUDA kernels, so it has no op for CUDA tensors: reinstall it with a CUDA build of torch "
+      "engram was built without CUDA kernels, so it has no op for CUDA tensors: reinstall it with a CUDA build of "
+      "torch "
       "and a CUDA toolkit (ENGRAM_CUDA=1 pip install ... says what is missing), or move the tensors to the CPU");
 }
 
@@ -102,12 +105,12 @@ inline void no_cuda_kernels(StableIValue*, uint64_t, uint64_t) {
   STABLE_TORCH_LIBRARY_IMPL(engram_emulated, CPU, m) { m.impl(#op, TORCH_BOX(&engram::op<engram::Cuda>)); }
 #elif defined(ENGRAM_WITH_CUDA)
 #define ENGRAM_LIBRARY engram
-#define ENGRAM_REGISTER(op)                                                                                \
-  STABLE_TORCH_LIBRARY_IMPL(engram, CPU, m) { m.impl(#op, TORCH_BOX(&engram::op<engram::Cpu>)); }         \
+#define ENGRAM_REGISTER(op)                                                                       \
+  STABLE_TORCH_LIBRARY_IMPL(engram, CPU, m) { m.impl(#op, TORCH_BOX(&engram::op<engram::Cpu>)); } \
   STABLE_TORCH_LIBRARY_IMPL(engram, CUDA, m) { m.impl(#op, TORCH_BOX(&engram::op<engram::Cuda>)); }
 #else
 #define ENGRAM_LIBRARY engram
-#define ENGRAM_REGISTER(op)                                                                                \
-  STABLE_TORCH_LIBRARY_IMPL(engram, CPU, m) { m.impl(#op, TORCH_BOX(&engram::op<engram::Cpu>)); }         \
+#define ENGRAM_REGISTER(op)                                                                       \
+  STABLE_TORCH_LIBRARY_IMPL(engram, CPU, m) { m.impl(#op, TORCH_BOX(&engram::op<engram::Cpu>)); } \
   STABLE_TORCH_LIBRARY_IMPL(engram, CUDA, m) { m.impl(#op, &engram::no_cuda_kernels); }
 #endif

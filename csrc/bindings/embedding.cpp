@@ -28,13 +28,18 @@ template <typename Index> Tensor sorted_keys(const Cpu&, const char* op, const E
   if (bad != kNoBadRow) bad_row(op, std::to_string(a.rows[bad]), a.table_rows);
   const int64_t chunks = std::min<int64_t>(64, a.slots / 4096 + 1);
   Tensor scratch = empty(keys, {a.slots}), starts = empty(keys, {chunks, cpu::kSortBuckets});
-  const cpu::SortKeys sort{a.keys, scratch.mutable_data_ptr<int64_t>(), starts.mutable_data_ptr<int64_t>(), a.slots, chunks,
-                           bits_of(a.table_rows) + a.slot_bits};
-  parallel(chunks, 1, [&](int64_t begin, int64_t end) { for (int64_t i = begin; i < end; ++i) cpu::sort_count(sort, i); });
+  const cpu::SortKeys sort{a.keys, scratch.mutable_data_ptr<int64_t>(), starts.mutable_data_ptr<int64_t>(), a.slots,
+                           chunks, bits_of(a.table_rows) + a.slot_bits};
+  parallel(chunks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) cpu::sort_count(sort, i);
+  });
   cpu::sort_offsets(sort);
-  parallel(chunks, 1, [&](int64_t begin, int64_t end) { for (int64_t i = begin; i < end; ++i) cpu::sort_scatter(sort, i); });
-  parallel(cpu::kSortBuckets, a.slots < 4096 ? cpu::kSortBuckets : 1,
-           [&](int64_t begin, int64_t end) { for (int64_t i = begin; i < end; ++i) cpu::sort_bucket(sort, i); });
+  parallel(chunks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) cpu::sort_scatter(sort, i);
+  });
+  parallel(cpu::kSortBuckets, a.slots < 4096 ? cpu::kSortBuckets : 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) cpu::sort_bucket(sort, i);
+  });
   return keys;
 }
 
@@ -43,12 +48,14 @@ template <typename T> void launch(const Cpu&, const EmbeddingBackward<T>& a) {
 }
 
 #ifdef ENGRAM_CUDA_BODIES
-template <typename Index> void launch(const Cuda& device, const char* op, const EmbeddingForward<Index>& a, const DebugFlag& debug) {
+template <typename Index>
+void launch(const Cuda& device, const char* op, const EmbeddingForward<Index>& a, const DebugFlag& debug) {
   device.check(cuda::embedding_forward(a, debug.pointer(), device.stream));
   if (debug.raised()) bad_row(op, "a row outside", a.table_rows);
 }
 // Keys are distinct, so any ascending sort gives the one order that there is.
-template <typename Index> Tensor sorted_keys(const Cuda& device, const char*, const EmbeddingKeys<Index>& a, Tensor keys) {
+template <typename Index>
+Tensor sorted_keys(const Cuda& device, const char*, const EmbeddingKeys<Index>& a, Tensor keys) {
   device.check(cuda::embedding_keys(a, device.stream));
   std::array<StableIValue, 3> stack{torch::stable::detail::from(keys), torch::stable::detail::from(int64_t{-1}),
                                     torch::stable::detail::from(false)};
@@ -86,10 +93,16 @@ Tensor embedding(Tensor table, Tensor rows, std::optional<int64_t> row_begin, Op
   const Device device(table);
   Tensor out = empty(table, sizes);
   dispatch_index(rows, [&]<typename Index>() {
-    const EmbeddingForward<Index> a{static_cast<const char*>(table.const_data_ptr()), rows.const_data_ptr<Index>(),
-                                    read<bool>(mask), static_cast<char*>(out.mutable_data_ptr()), rows.numel(), columns,
-                                    table.size(0), table.size(1) * static_cast<int64_t>(table.element_size()),
-                                    row_begin.value_or(0), row_begin.has_value()};
+    const EmbeddingForward<Index> a{static_cast<const char*>(table.const_data_ptr()),
+                                    rows.const_data_ptr<Index>(),
+                                    read<bool>(mask),
+                                    static_cast<char*>(out.mutable_data_ptr()),
+                                    rows.numel(),
+                                    columns,
+                                    table.size(0),
+                                    table.size(1) * static_cast<int64_t>(table.element_size()),
+                                    row_begin.value_or(0),
+                                    row_begin.has_value()};
     if constexpr (std::is_same_v<Device, Cpu>) launch(device, op, a);
 #ifdef ENGRAM_CUDA_BODIES
     else launch(device, op, a, DebugFlag(rows));
@@ -99,13 +112,14 @@ Tensor embedding(Tensor table, Tensor rows, std::optional<int64_t> row_begin, Op
 }
 
 template <typename Device>
-Tensor embedding_backward(Tensor grad_out, Tensor rows, int64_t num_rows, std::optional<int64_t> row_begin, OptionalTensor mask) {
+Tensor embedding_backward(Tensor grad_out, Tensor rows, int64_t num_rows, std::optional<int64_t> row_begin,
+                          OptionalTensor mask) {
   constexpr const char* op = "embedding_backward";
   require_float(op, "grad_out", grad_out);
   require_device(op, "rows", rows, grad_out);
   const int64_t columns = check_rows(op, rows, row_begin, mask);
-  require(grad_out.dim() == rows.dim() + 1 && leading(grad_out, 1) == sizes_of(rows), op, "grad_out", "[..., C, d], rows being [..., C]",
-          grad_out);
+  require(grad_out.dim() == rows.dim() + 1 && leading(grad_out, 1) == sizes_of(rows), op, "grad_out",
+          "[..., C, d], rows being [..., C]", grad_out);
   if (num_rows < 0) fail(op, "num_rows", "at least 0", std::to_string(num_rows));
   const int64_t slots = rows.numel(), dim = grad_out.size(grad_out.dim() - 1);
   const int slot_bits = bits_of(slots);
@@ -117,19 +131,27 @@ Tensor embedding_backward(Tensor grad_out, Tensor rows, int64_t num_rows, std::o
   if (slots == 0 || dim == 0) return grad_table;
   Tensor keys = empty(rows, {slots}, ScalarType::Long);
   dispatch_index(rows, [&]<typename Index>() {
-    const EmbeddingKeys<Index> a{rows.const_data_ptr<Index>(), read<bool>(mask), keys.mutable_data_ptr<int64_t>(), slots,
-                                 columns, num_rows, row_begin.value_or(0), row_begin.has_value(), slot_bits};
+    const EmbeddingKeys<Index> a{rows.const_data_ptr<Index>(),
+                                 read<bool>(mask),
+                                 keys.mutable_data_ptr<int64_t>(),
+                                 slots,
+                                 columns,
+                                 num_rows,
+                                 row_begin.value_or(0),
+                                 row_begin.has_value(),
+                                 slot_bits};
     keys = sorted_keys(device, op, a, keys);
   });
   dispatch_float(grad_out, [&]<typename T>() {
     OptionalTensor partials;
 #ifdef ENGRAM_CUDA_BODIES
     if constexpr (std::is_same_v<Device, Cuda>)
-      partials = empty(grad_out, {(slots + cuda::kEmbeddingChunk - 1) / cuda::kEmbeddingChunk, 2, dim}, accumulate_dtype(grad_out));
+      partials = empty(grad_out, {(slots + cuda::kEmbeddingChunk - 1) / cuda::kEmbeddingChunk, 2, dim},
+                       accumulate_dtype(grad_out));
 #endif
     launch(device, EmbeddingBackward<T>{grad_out.const_data_ptr<T>(), keys.const_data_ptr<int64_t>(),
-                                        grad_table.mutable_data_ptr<T>(), write<accumulate_t<T>>(partials), slots, num_rows,
-                                        dim, slot_bits});
+                                        grad_table.mutable_data_ptr<T>(), write<accumulate_t<T>>(partials), slots,
+                                        num_rows, dim, slot_bits});
   });
   return grad_table;
 }

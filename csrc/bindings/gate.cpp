@@ -4,7 +4,8 @@ namespace engram {
 namespace {
 
 template <typename H, typename K> void launch(const Cpu&, const GateForward<H, K>& a) {
-  parallel(a.tokens, grain_for(a.branches * a.dim * 4), [&](int64_t begin, int64_t end) { cpu::gate_forward(a, begin, end); });
+  parallel(a.tokens, grain_for(a.branches * a.dim * 4),
+           [&](int64_t begin, int64_t end) { cpu::gate_forward(a, begin, end); });
 }
 template <typename H, typename K> void launch(const Cpu&, const GateBackward<H, K>& a) {
   parallel(a.parts, 1, [&](int64_t begin, int64_t end) { cpu::gate_backward(a, begin, end); });
@@ -22,8 +23,9 @@ template <typename H, typename K> void launch(const Cuda& device, const GateBack
 }  // namespace
 
 template <typename Device>
-std::tuple<Tensor, Tensor> gate(Tensor hidden, Tensor key, Tensor value, OptionalTensor hidden_weight, OptionalTensor key_weight,
-                                double eps, double clamp, std::string zero_rule, OptionalTensor mask, bool residual) {
+std::tuple<Tensor, Tensor> gate(Tensor hidden, Tensor key, Tensor value, OptionalTensor hidden_weight,
+                                OptionalTensor key_weight, double eps, double clamp, std::string zero_rule,
+                                OptionalTensor mask, bool residual) {
   check_gate_numbers("gate", eps, clamp);
   const Device device(hidden);
   const Gate g("gate", device, hidden, key, value, hidden_weight, key_weight, zero_rule, mask);
@@ -33,17 +35,20 @@ std::tuple<Tensor, Tensor> gate(Tensor hidden, Tensor key, Tensor value, Optiona
   Tensor stats = empty(g.hidden, sizes, accumulate_dtype(g.hidden));
   dispatch_gate(g, [&]<typename H, typename K>() {
     using A = accumulate_t<H>;
-    launch(device, GateForward<H, K>{g.hidden.const_data_ptr<H>(), g.key.const_data_ptr<K>(), g.value.const_data_ptr<K>(),
-                                     read<A>(g.weight), read<bool>(g.mask), out.mutable_data_ptr<H>(), stats.mutable_data_ptr<A>(),
-                                     g.tokens, g.branches, g.dim, g.options<A>(eps, clamp, residual)});
+    launch(device, GateForward<H, K>{g.hidden.const_data_ptr<H>(), g.key.const_data_ptr<K>(),
+                                     g.value.const_data_ptr<K>(), read<A>(g.weight), read<bool>(g.mask),
+                                     out.mutable_data_ptr<H>(), stats.mutable_data_ptr<A>(), g.tokens, g.branches,
+                                     g.dim, g.options<A>(eps, clamp, residual)});
   });
   return {out, stats};
 }
 
 template <typename Device>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gate_backward(
-    Tensor grad_out, Tensor hidden, Tensor key, Tensor value, OptionalTensor hidden_weight, OptionalTensor key_weight, Tensor stats,
-    double clamp, std::string zero_rule, OptionalTensor mask, bool residual) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gate_backward(Tensor grad_out, Tensor hidden, Tensor key,
+                                                                 Tensor value, OptionalTensor hidden_weight,
+                                                                 OptionalTensor key_weight, Tensor stats, double clamp,
+                                                                 std::string zero_rule, OptionalTensor mask,
+                                                                 bool residual) {
   constexpr const char* op = "gate_backward";
   check_gate_numbers(op, 0, clamp);
   const Device device(hidden);
@@ -64,11 +69,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gate_backward(
   GateWeightGrads weights(g, std::clamp<int64_t>(g.tokens / 16, 1, Device::kMaxParts));
   dispatch_gate(g, [&]<typename H, typename K>() {
     using A = accumulate_t<H>;
-    launch(device, GateBackward<H, K>{grad_out.const_data_ptr<H>(), g.hidden.const_data_ptr<H>(), g.key.const_data_ptr<K>(),
-                                      g.value.const_data_ptr<K>(), read<A>(g.weight), stats.const_data_ptr<A>(), read<bool>(g.mask),
-                                      grad_hidden.mutable_data_ptr<H>(), grad_key.mutable_data_ptr<K>(),
-                                      grad_value.mutable_data_ptr<K>(), write<A>(weights.partials), g.tokens, g.branches, g.dim, weights.parts,
-                                      g.options<A>(0, clamp, residual)});
+    launch(device,
+           GateBackward<H, K>{grad_out.const_data_ptr<H>(), g.hidden.const_data_ptr<H>(), g.key.const_data_ptr<K>(),
+                              g.value.const_data_ptr<K>(), read<A>(g.weight), stats.const_data_ptr<A>(),
+                              read<bool>(g.mask), grad_hidden.mutable_data_ptr<H>(), grad_key.mutable_data_ptr<K>(),
+                              grad_value.mutable_data_ptr<K>(), write<A>(weights.partials), g.tokens, g.branches, g.dim,
+                              weights.parts, g.options<A>(0, clamp, residual)});
     weights.fold<A>(device, g);
   });
   return {grad_hidden, grad_key, grad_value, weights.finish(g, weights.hidden_weight, hidden_weight),

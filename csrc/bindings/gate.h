@@ -1,4 +1,5 @@
-// What the bindings of gate and gate_conv share: their arguments checked and ready for the kernels, and the weights' gradients.
+// What the bindings of gate and gate_conv share: their arguments checked and ready for the kernels, and the weights'
+// gradients.
 #pragma once
 #include "device.h"
 #include "kernels/gate.h"
@@ -15,7 +16,9 @@ template <typename A> void launch(const Cpu&, const GateWeights<A>& a) {
 template <typename A> void multiply(const Cuda& device, const A* a, const A* b, A* out, int64_t count) {
   device.check(cuda::multiply(a, b, out, count, device.stream));
 }
-template <typename A> void launch(const Cuda& device, const GateWeights<A>& a) { device.check(cuda::gate_weights(a, device.stream)); }
+template <typename A> void launch(const Cuda& device, const GateWeights<A>& a) {
+  device.check(cuda::gate_weights(a, device.stream));
+}
 #endif
 
 // The arguments that forward and backward share, checked and ready for the kernels.
@@ -38,8 +41,10 @@ struct Gate {
     const bool half_projection = hidden.scalar_type() == ScalarType::Float &&
                                  (key.scalar_type() == ScalarType::BFloat16 || key.scalar_type() == ScalarType::Half);
     if (key.scalar_type() != hidden.scalar_type() && !half_projection)
-      fail(op, "key", std::string(name_of(hidden.scalar_type())) + " like hidden" +
-           (hidden.scalar_type() == ScalarType::Float ? " or bfloat16 or float16" : ""), name_of(key.scalar_type()));
+      fail(op, "key",
+           std::string(name_of(hidden.scalar_type())) + " like hidden" +
+               (hidden.scalar_type() == ScalarType::Float ? " or bfloat16 or float16" : ""),
+           name_of(key.scalar_type()));
     if (value.scalar_type() != key.scalar_type())
       fail(op, "value", std::string(name_of(key.scalar_type())) + " like key", name_of(value.scalar_type()));
     branches = hidden.size(hidden.dim() - 2);
@@ -52,7 +57,8 @@ struct Gate {
     hidden_weight = checked_weight(op, "hidden_weight", hidden_weight_, {branches, dim}, "[G, D]", hidden);
     key_weight = checked_weight(op, "key_weight", key_weight_, {branches, dim}, "[G, D]", hidden);
     mask = checked_mask(op, mask_, token_sizes, "the leading dimensions of hidden [..., G, D]", hidden);
-    if (zero_rule != "sign" && zero_rule != "copysign") fail(op, "zero_rule", "'sign' or 'copysign'", "'" + zero_rule + "'");
+    if (zero_rule != "sign" && zero_rule != "copysign")
+      fail(op, "zero_rule", "'sign' or 'copysign'", "'" + zero_rule + "'");
     copysign = zero_rule == "copysign";
     hidden = as_contiguous(hidden);
     key = as_contiguous(key);
@@ -69,14 +75,21 @@ struct Gate {
   }
 
   template <typename A> GateOptions<A> options(double eps, double clamp, bool residual) const {
-    return {static_cast<A>(eps), static_cast<A>(clamp), hidden_weight.has_value(), key_weight.has_value(), copysign, residual};
+    return {static_cast<A>(eps),
+            static_cast<A>(clamp),
+            hidden_weight.has_value(),
+            key_weight.has_value(),
+            copysign,
+            residual};
   }
 };
 
 // f.operator()<H, K>() for the dtypes of hidden and of key and value.
 template <typename F> void dispatch_gate(const Gate& g, F&& f) {
-  if (g.hidden.scalar_type() == ScalarType::Float && g.key.scalar_type() == ScalarType::Half) f.template operator()<float, Half>();
-  else if (g.hidden.scalar_type() == ScalarType::Float && g.key.scalar_type() == ScalarType::BFloat16) f.template operator()<float, BFloat16>();
+  if (g.hidden.scalar_type() == ScalarType::Float && g.key.scalar_type() == ScalarType::Half)
+    f.template operator()<float, Half>();
+  else if (g.hidden.scalar_type() == ScalarType::Float && g.key.scalar_type() == ScalarType::BFloat16)
+    f.template operator()<float, BFloat16>();
   else dispatch_float(g.hidden, [&]<typename T>() { f.template operator()<T, T>(); });
 }
 
@@ -98,8 +111,8 @@ struct GateWeightGrads {
   }
   template <typename A, typename Device> void fold(const Device& device, const Gate& g) {
     if (!partials) return;
-    launch(device, GateWeights<A>{read<A>(partials), read<A>(g.hidden_weight), read<A>(g.key_weight), write<A>(hidden_weight),
-                                  write<A>(key_weight), parts, g.branches * g.dim});
+    launch(device, GateWeights<A>{read<A>(partials), read<A>(g.hidden_weight), read<A>(g.key_weight),
+                                  write<A>(hidden_weight), write<A>(key_weight), parts, g.branches * g.dim});
   }
   static Tensor finish(const Gate& g, const OptionalTensor& grad, const OptionalTensor& weight) {
     return grad ? cast(*grad, weight->scalar_type()) : empty(g.hidden, {0}, accumulate_dtype(g.hidden));

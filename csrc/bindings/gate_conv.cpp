@@ -9,7 +9,8 @@ template <typename H, typename K> void launch(const Cpu&, const GateConvForward<
   const ShortConvShape& s = a.shape;
   parallel(s.batch * s.tokens, grain_for(s.branches * s.dim * 4),
            [&](int64_t begin, int64_t end) { cpu::gate_conv_stats(a, begin, end); });
-  parallel(s.batch * conv_blocks_per_row(s), 1, [&](int64_t begin, int64_t end) { cpu::gate_conv_forward(a, begin, end); });
+  parallel(s.batch * conv_blocks_per_row(s), 1,
+           [&](int64_t begin, int64_t end) { cpu::gate_conv_forward(a, begin, end); });
 }
 template <typename H, typename K> void launch(const Cpu&, const GateConvBackward<H, K>& a) {
   parallel(a.parts, 1, [&](int64_t begin, int64_t end) { cpu::gate_conv_backward(a, begin, end); });
@@ -26,30 +27,31 @@ template <typename H, typename K> void launch(const Cuda& device, const GateConv
 
 constexpr std::array<const char*, 3> kNames{"hidden", "conv_weight", "conv_norm_weight"};
 
-Sizes stats_sizes(const Tensor& hidden) {
-  return {hidden.size(0), hidden.size(1), hidden.size(2) * kGateStats + 1};
-}
+Sizes stats_sizes(const Tensor& hidden) { return {hidden.size(0), hidden.size(1), hidden.size(2) * kGateStats + 1}; }
 
 }  // namespace
 
 template <typename Device>
-std::tuple<Tensor, Tensor> gate_conv(Tensor hidden, Tensor key, Tensor value, OptionalTensor hidden_weight, OptionalTensor key_weight,
-                                     Tensor conv_weight, OptionalTensor conv_norm_weight, double eps, double conv_eps, int64_t dilation,
-                                     double clamp, std::string zero_rule, std::optional<std::string> activation,
-                                     OptionalTensor document_ids, OptionalTensor mask, bool residual) {
+std::tuple<Tensor, Tensor> gate_conv(Tensor hidden, Tensor key, Tensor value, OptionalTensor hidden_weight,
+                                     OptionalTensor key_weight, Tensor conv_weight, OptionalTensor conv_norm_weight,
+                                     double eps, double conv_eps, int64_t dilation, double clamp, std::string zero_rule,
+                                     std::optional<std::string> activation, OptionalTensor document_ids,
+                                     OptionalTensor mask, bool residual) {
   constexpr const char* op = "gate_conv";
   check_gate_numbers(op, eps, clamp);
   if (!(conv_eps >= 0)) fail(op, "conv_eps", "at least 0", std::to_string(conv_eps));
   const Device device(hidden);
-  const ShortConv c(op, device, kNames, hidden, conv_weight, conv_norm_weight, dilation, activation, true, document_ids, mask);
+  const ShortConv c(op, device, kNames, hidden, conv_weight, conv_norm_weight, dilation, activation, true, document_ids,
+                    mask);
   const Gate g(op, device, hidden, key, value, hidden_weight, key_weight, zero_rule, mask);
-  Tensor out = empty(g.hidden, sizes_of(g.hidden)), stats = empty(g.hidden, stats_sizes(g.hidden), accumulate_dtype(g.hidden));
+  Tensor out = empty(g.hidden, sizes_of(g.hidden)),
+         stats = empty(g.hidden, stats_sizes(g.hidden), accumulate_dtype(g.hidden));
   dispatch_gate(g, [&]<typename H, typename K>() {
     using A = accumulate_t<H>;
-    launch(device, GateConvForward<H, K>{g.hidden.const_data_ptr<H>(), g.key.const_data_ptr<K>(), g.value.const_data_ptr<K>(),
-                                         read<A>(g.weight), c.taps.const_data_ptr<A>(), out.mutable_data_ptr<H>(),
-                                         stats.mutable_data_ptr<A>(), static_cast<A>(conv_eps), g.options<A>(eps, clamp, residual),
-                                         c.shape});
+    launch(device, GateConvForward<H, K>{g.hidden.const_data_ptr<H>(), g.key.const_data_ptr<K>(),
+                                         g.value.const_data_ptr<K>(), read<A>(g.weight), c.taps.const_data_ptr<A>(),
+                                         out.mutable_data_ptr<H>(), stats.mutable_data_ptr<A>(),
+                                         static_cast<A>(conv_eps), g.options<A>(eps, clamp, residual), c.shape});
   });
   return {out, stats};
 }
@@ -58,11 +60,13 @@ template <typename Device>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_conv_backward(
     Tensor grad_out, Tensor hidden, Tensor key, Tensor value, OptionalTensor hidden_weight, OptionalTensor key_weight,
     Tensor conv_weight, OptionalTensor conv_norm_weight, Tensor stats, double conv_eps, int64_t dilation, double clamp,
-    std::string zero_rule, std::optional<std::string> activation, OptionalTensor document_ids, OptionalTensor mask, bool residual) {
+    std::string zero_rule, std::optional<std::string> activation, OptionalTensor document_ids, OptionalTensor mask,
+    bool residual) {
   constexpr const char* op = "gate_conv_backward";
   check_gate_numbers(op, 0, clamp);
   const Device device(hidden);
-  const ShortConv c(op, device, kNames, hidden, conv_weight, conv_norm_weight, dilation, activation, true, document_ids, mask);
+  const ShortConv c(op, device, kNames, hidden, conv_weight, conv_norm_weight, dilation, activation, true, document_ids,
+                    mask);
   const Gate g(op, device, hidden, key, value, hidden_weight, key_weight, zero_rule, mask);
   require_device(op, "grad_out", grad_out, hidden);
   require(grad_out.scalar_type() == hidden.scalar_type(), op, "grad_out", "of the dtype of hidden", grad_out);
@@ -80,18 +84,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_conv_bac
   dispatch_gate(g, [&]<typename H, typename K>() {
     using A = accumulate_t<H>;
     OptionalTensor scratch;
-    if constexpr (!std::is_same_v<Device, Cpu>) scratch = empty(g.hidden, {gate_conv_scratch(c.shape)}, accumulate_dtype(g.hidden));
-    launch(device, GateConvBackward<H, K>{grad_out.const_data_ptr<H>(), g.hidden.const_data_ptr<H>(), g.key.const_data_ptr<K>(),
-                                          g.value.const_data_ptr<K>(), read<A>(g.weight), c.taps.const_data_ptr<A>(),
-                                          stats.const_data_ptr<A>(), grad_hidden.mutable_data_ptr<H>(), grad_key.mutable_data_ptr<K>(),
+    if constexpr (!std::is_same_v<Device, Cpu>)
+      scratch = empty(g.hidden, {gate_conv_scratch(c.shape)}, accumulate_dtype(g.hidden));
+    launch(device, GateConvBackward<H, K>{grad_out.const_data_ptr<H>(), g.hidden.const_data_ptr<H>(),
+                                          g.key.const_data_ptr<K>(), g.value.const_data_ptr<K>(), read<A>(g.weight),
+                                          c.taps.const_data_ptr<A>(), stats.const_data_ptr<A>(),
+                                          grad_hidden.mutable_data_ptr<H>(), grad_key.mutable_data_ptr<K>(),
                                           grad_value.mutable_data_ptr<K>(), write<A>(gate_grads.partials),
-                                          conv_grads.partials.mutable_data_ptr<A>(), write<A>(scratch), parts, static_cast<A>(conv_eps),
-                                          g.options<A>(0, clamp, residual), c.shape});
+                                          conv_grads.partials.mutable_data_ptr<A>(), write<A>(scratch), parts,
+                                          static_cast<A>(conv_eps), g.options<A>(0, clamp, residual), c.shape});
     gate_grads.fold<A>(device, g);
     conv_grads.unfold<A>(device, c);
   });
-  return {grad_hidden, grad_key, grad_value, gate_grads.finish(g, gate_grads.hidden_weight, hidden_weight),
-          gate_grads.finish(g, gate_grads.key_weight, key_weight), cast(conv_grads.weight, conv_weight.scalar_type()),
+  return {grad_hidden,
+          grad_key,
+          grad_value,
+          gate_grads.finish(g, gate_grads.hidden_weight, hidden_weight),
+          gate_grads.finish(g, gate_grads.key_weight, key_weight),
+          cast(conv_grads.weight, conv_weight.scalar_type()),
           conv_grads.finish_norm(conv_norm_weight)};
 }
 

@@ -15,9 +15,11 @@ STABLE_TORCH_LIBRARY(ENGRAM_LIBRARY, m) {
 
   m.def(
       "gate(Tensor hidden, Tensor key, Tensor value, Tensor? hidden_weight, Tensor? key_weight, float eps, "
-      "float clamp=1e-6, str zero_rule=\"sign\", Tensor? mask=None, bool residual=False) -> (Tensor out, Tensor stats)");
+      "float clamp=1e-6, str zero_rule=\"sign\", Tensor? mask=None, bool residual=False) -> (Tensor out, Tensor "
+      "stats)");
   m.def(
-      "gate_backward(Tensor grad_out, Tensor hidden, Tensor key, Tensor value, Tensor? hidden_weight, Tensor? key_weight, "
+      "gate_backward(Tensor grad_out, Tensor hidden, Tensor key, Tensor value, Tensor? hidden_weight, Tensor? "
+      "key_weight, "
       "Tensor stats, float clamp=1e-6, str zero_rule=\"sign\", Tensor? mask=None, bool residual=False) -> "
       "(Tensor grad_hidden, Tensor grad_key, Tensor grad_value, Tensor grad_hidden_weight, Tensor grad_key_weight)");
 
@@ -31,14 +33,17 @@ STABLE_TORCH_LIBRARY(ENGRAM_LIBRARY, m) {
       "(Tensor grad_x, Tensor grad_weight, Tensor grad_norm_weight)");
 
   m.def(
-      "gate_conv(Tensor hidden, Tensor key, Tensor value, Tensor? hidden_weight, Tensor? key_weight, Tensor conv_weight, "
+      "gate_conv(Tensor hidden, Tensor key, Tensor value, Tensor? hidden_weight, Tensor? key_weight, Tensor "
+      "conv_weight, "
       "Tensor? conv_norm_weight, float eps, float conv_eps, int dilation, float clamp=1e-6, str zero_rule=\"sign\", "
       "str? activation=\"silu\", Tensor? document_ids=None, Tensor? mask=None, bool residual=False) -> "
       "(Tensor out, Tensor stats)");
   m.def(
-      "gate_conv_backward(Tensor grad_out, Tensor hidden, Tensor key, Tensor value, Tensor? hidden_weight, Tensor? key_weight, "
+      "gate_conv_backward(Tensor grad_out, Tensor hidden, Tensor key, Tensor value, Tensor? hidden_weight, Tensor? "
+      "key_weight, "
       "Tensor conv_weight, Tensor? conv_norm_weight, Tensor stats, float conv_eps, int dilation, float clamp=1e-6, "
-      "str zero_rule=\"sign\", str? activation=\"silu\", Tensor? document_ids=None, Tensor? mask=None, bool residual=False) -> "
+      "str zero_rule=\"sign\", str? activation=\"silu\", Tensor? document_ids=None, Tensor? mask=None, bool "
+      "residual=False) -> "
       "(Tensor grad_hidden, Tensor grad_key, Tensor grad_value, Tensor grad_hidden_weight, Tensor grad_key_weight, "
       "Tensor grad_conv_weight, Tensor grad_conv_norm_weight)");
 }

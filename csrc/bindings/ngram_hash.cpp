@@ -47,7 +47,8 @@ Tensor ngram_hash(Tensor token_ids, Tensor multipliers, Tensor moduli, Tensor of
     require_device(kOp, argument, t, token_ids);
   if (token_map) {
     require_device(kOp, "token_map", *token_map, token_ids);
-    require(token_map->dim() == 1 && token_map->scalar_type() == ScalarType::Int, kOp, "token_map", "int32 [V]", *token_map);
+    require(token_map->dim() == 1 && token_map->scalar_type() == ScalarType::Int, kOp, "token_map", "int32 [V]",
+            *token_map);
     token_map = as_contiguous(*token_map);
   }
   document_ids = checked_ids(kOp, "document_ids", document_ids, {B, T}, "[B, T]", token_ids);
@@ -63,9 +64,22 @@ Tensor ngram_hash(Tensor token_ids, Tensor multipliers, Tensor moduli, Tensor of
   moduli = as_contiguous(moduli);
   offsets = as_contiguous(offsets);
   Tensor rows = empty(token_ids, {L, B, T, C}, ScalarType::Long);
-  NgramHash a{token_ids.const_data_ptr<int64_t>(), multipliers.const_data_ptr<int64_t>(), moduli.const_data_ptr<int64_t>(),
-              offsets.const_data_ptr<int64_t>(), read<int32_t>(token_map), read<int64_t>(document_ids), read<bool>(mask),
-              read<int64_t>(history), rows.mutable_data_ptr<int64_t>(), pad_id, B, T, L, N, C, V};
+  NgramHash a{token_ids.const_data_ptr<int64_t>(),
+              multipliers.const_data_ptr<int64_t>(),
+              moduli.const_data_ptr<int64_t>(),
+              offsets.const_data_ptr<int64_t>(),
+              read<int32_t>(token_map),
+              read<int64_t>(document_ids),
+              read<bool>(mask),
+              read<int64_t>(history),
+              rows.mutable_data_ptr<int64_t>(),
+              pad_id,
+              B,
+              T,
+              L,
+              N,
+              C,
+              V};
   if constexpr (std::is_same_v<Device, Cpu>) {
     for (int64_t i = 0; i < L * C; ++i)
       if (a.moduli[i] < 1) fail(kOp, "moduli", "positive", std::to_string(a.moduli[i]));

@@ -43,8 +43,9 @@ std::tuple<Tensor, Tensor> short_conv(Tensor x, Tensor weight, OptionalTensor no
 }
 
 template <typename Device>
-std::tuple<Tensor, Tensor, Tensor> short_conv_backward(Tensor grad_out, Tensor x, Tensor weight, OptionalTensor norm_weight, Tensor rstd,
-                                                       int64_t dilation, std::optional<std::string> activation, bool residual,
+std::tuple<Tensor, Tensor, Tensor> short_conv_backward(Tensor grad_out, Tensor x, Tensor weight,
+                                                       OptionalTensor norm_weight, Tensor rstd, int64_t dilation,
+                                                       std::optional<std::string> activation, bool residual,
                                                        OptionalTensor document_ids, OptionalTensor mask) {
   constexpr const char* op = "short_conv_backward";
   const Device device(x);
@@ -63,8 +64,8 @@ std::tuple<Tensor, Tensor, Tensor> short_conv_backward(Tensor grad_out, Tensor x
   dispatch_float(x, [&]<typename T>() {
     using A = accumulate_t<T>;
     launch(device, ShortConvBackward<T>{grad_out.const_data_ptr<T>(), x.const_data_ptr<T>(), c.taps.const_data_ptr<A>(),
-                                        rstd.const_data_ptr<A>(), grad_x.mutable_data_ptr<T>(), grads.partials.mutable_data_ptr<A>(),
-                                        grads.parts, c.shape});
+                                        rstd.const_data_ptr<A>(), grad_x.mutable_data_ptr<T>(),
+                                        grads.partials.mutable_data_ptr<A>(), grads.parts, c.shape});
     grads.unfold<A>(device, c);
   });
   return {grad_x, cast(grads.weight, weight.scalar_type()), grads.finish_norm(norm_weight)};

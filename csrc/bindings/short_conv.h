@@ -1,5 +1,5 @@
-// What the bindings of short_conv and gate_conv share: their arguments checked and ready for the kernels, and the weights'
-// gradients.
+// What the bindings of short_conv and gate_conv share: their arguments checked and ready for the kernels, and the
+// weights' gradients.
 #pragma once
 #include "device.h"
 #include "kernels/short_conv.h"
@@ -15,11 +15,16 @@ template <typename A> void fold(const Cpu&, const ShortConvWeights<A>& a) {
   parallel(a.count, grain_for(a.kernel), [&](int64_t begin, int64_t end) { cpu::short_conv_fold(a, begin, end); });
 }
 template <typename A> void unfold(const Cpu&, const ShortConvWeights<A>& a) {
-  parallel(a.count, grain_for(a.kernel * a.parts), [&](int64_t begin, int64_t end) { cpu::short_conv_unfold(a, begin, end); });
+  parallel(a.count, grain_for(a.kernel * a.parts),
+           [&](int64_t begin, int64_t end) { cpu::short_conv_unfold(a, begin, end); });
 }
 #ifdef ENGRAM_CUDA_BODIES
-template <typename A> void fold(const Cuda& device, const ShortConvWeights<A>& a) { device.check(cuda::short_conv_fold(a, device.stream)); }
-template <typename A> void unfold(const Cuda& device, const ShortConvWeights<A>& a) { device.check(cuda::short_conv_unfold(a, device.stream)); }
+template <typename A> void fold(const Cuda& device, const ShortConvWeights<A>& a) {
+  device.check(cuda::short_conv_fold(a, device.stream));
+}
+template <typename A> void unfold(const Cuda& device, const ShortConvWeights<A>& a) {
+  device.check(cuda::short_conv_unfold(a, device.stream));
+}
 #endif
 
 // The arguments that forward and backward share, checked and ready for the kernels.
@@ -28,11 +33,12 @@ struct ShortConv {
   OptionalTensor norm_weight, document_ids, mask;
   ShortConvShape shape;
 
-  // x: the tensor [B, T, G, D] that the convolution runs along; names: of x, weight and norm_weight in the op's signature.
+  // x: the tensor [B, T, G, D] that the convolution runs along; names: of x, weight and norm_weight in the op's
+  // signature.
   template <typename Device>
-  ShortConv(const char* op, const Device& device, const std::array<const char*, 3>& names, const Tensor& x, Tensor weight_,
-            OptionalTensor norm_weight_, int64_t dilation, const std::optional<std::string>& activation, bool residual,
-            OptionalTensor document_ids_, OptionalTensor mask_)
+  ShortConv(const char* op, const Device& device, const std::array<const char*, 3>& names, const Tensor& x,
+            Tensor weight_, OptionalTensor norm_weight_, int64_t dilation, const std::optional<std::string>& activation,
+            bool residual, OptionalTensor document_ids_, OptionalTensor mask_)
       : weight(weight_), taps(x) {
     require_float(op, names[0], x);
     require(x.dim() == 4, op, names[0], "[B, T, G, D]", x);
@@ -46,12 +52,21 @@ struct ShortConv {
     document_ids = checked_ids(op, "document_ids", document_ids_, {B, T}, "[B, T]", x);
     mask = checked_mask(op, mask_, {B, T}, "[B, T]", x);
     // A dilation past the sequence reaches nothing; capped, positions cannot overflow.
-    shape = {B, T, G, D, K, std::min(dilation, T + 1), norm_weight.has_value(), activation.has_value(), residual,
-             read<int64_t>(document_ids), read<bool>(mask)};
+    shape = {B,
+             T,
+             G,
+             D,
+             K,
+             std::min(dilation, T + 1),
+             norm_weight.has_value(),
+             activation.has_value(),
+             residual,
+             read<int64_t>(document_ids),
+             read<bool>(mask)};
     taps = empty(weight, {K, G, D});
     with_accumulate(x, [&]<typename A>() {
-      fold(device, ShortConvWeights<A>{weight.const_data_ptr<A>(), read<A>(norm_weight), taps.mutable_data_ptr<A>(), nullptr, nullptr,
-                                       nullptr, 0, K, G * D});
+      fold(device, ShortConvWeights<A>{weight.const_data_ptr<A>(), read<A>(norm_weight), taps.mutable_data_ptr<A>(),
+                                       nullptr, nullptr, nullptr, 0, K, G * D});
     });
   }
 };
@@ -69,9 +84,10 @@ struct ShortConvWeightGrads {
     if (c.norm_weight) norm_weight = empty(c.taps, {c.shape.branches, c.shape.dim});
   }
   template <typename A, typename Device> void unfold(const Device& device, const ShortConv& c) {
-    engram::unfold(device, ShortConvWeights<A>{c.weight.const_data_ptr<A>(), read<A>(c.norm_weight), nullptr,
-                                               partials.const_data_ptr<A>(), weight.mutable_data_ptr<A>(), write<A>(norm_weight),
-                                               parts, c.shape.taps, c.shape.branches * c.shape.dim});
+    engram::unfold(
+        device, ShortConvWeights<A>{c.weight.const_data_ptr<A>(), read<A>(c.norm_weight), nullptr,
+                                    partials.const_data_ptr<A>(), weight.mutable_data_ptr<A>(), write<A>(norm_weight),
+                                    parts, c.shape.taps, c.shape.branches * c.shape.dim});
   }
   Tensor finish_norm(const OptionalTensor& original) const {
     return norm_weight ? cast(*norm_weight, original->scalar_type()) : empty(partials, {0});

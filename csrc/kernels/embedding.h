@@ -11,33 +11,31 @@
 
 namespace engram {
 
-template <typename Index>
-struct EmbeddingForward {
-  const char* table;   // [R] rows of row_bytes
-  const Index* rows;   // [slots]
-  const bool* mask;    // [slots / columns], null = none
-  char* out;           // [slots] rows of row_bytes, every byte written
+template <typename Index> struct EmbeddingForward {
+  const char* table;  // [R] rows of row_bytes
+  const Index* rows;  // [slots]
+  const bool* mask;   // [slots / columns], null = none
+  char* out;          // [slots] rows of row_bytes, every byte written
   int64_t slots, columns, table_rows, row_bytes;
-  int64_t row_begin;   // first row held by this table
-  bool shard;          // rows outside [row_begin, row_begin + R) belong to somebody else, instead of being an error
+  int64_t row_begin;  // first row held by this table
+  bool shard;         // rows outside [row_begin, row_begin + R) belong to somebody else, instead of being an error
 };
 
-// One sortable int64 a slot: (row << slot_bits) | slot. Skipped slots carry row = table_rows and so sort behind all others.
-template <typename Index>
-struct EmbeddingKeys {
+// One sortable int64 a slot: (row << slot_bits) | slot. Skipped slots carry row = table_rows and so sort behind all
+// others.
+template <typename Index> struct EmbeddingKeys {
   const Index* rows;
   const bool* mask;
-  int64_t* keys;       // [slots]
+  int64_t* keys;  // [slots]
   int64_t slots, columns, table_rows, row_begin;
   bool shard;
-  int slot_bits;       // slots <= 2^slot_bits, and (table_rows << slot_bits) + slots < 2^63
+  int slot_bits;  // slots <= 2^slot_bits, and (table_rows << slot_bits) + slots < 2^63
 };
 
-template <typename T>
-struct EmbeddingBackward {
-  const T* grad_out;      // [slots, d]
-  const int64_t* keys;    // [slots], ascending
-  T* grad_table;          // [R, d], zero on entry
+template <typename T> struct EmbeddingBackward {
+  const T* grad_out;          // [slots, d]
+  const int64_t* keys;        // [slots], ascending
+  T* grad_table;              // [R, d], zero on entry
   accumulate_t<T>* partials;  // CUDA: [ceil(slots / chunk), 2, d]; CPU: null
   int64_t slots, table_rows, dim;
   int slot_bits;
@@ -53,11 +51,11 @@ template <typename Index> int64_t embedding_keys(const EmbeddingKeys<Index>&, in
 // Ascending sort in three passes, parallel over chunks and then over buckets. The order is unique (keys are distinct),
 // so it depends neither on the number of chunks nor on threads.
 struct SortKeys {
-  int64_t* keys;       // [count], sorted in place
-  int64_t* scratch;    // [count]
-  int64_t* starts;     // [chunks, kSortBuckets], scratch; afterwards starts[bucket] = end of the bucket
+  int64_t* keys;     // [count], sorted in place
+  int64_t* scratch;  // [count]
+  int64_t* starts;   // [chunks, kSortBuckets], scratch; afterwards starts[bucket] = end of the bucket
   int64_t count, chunks;
-  int bits;            // keys < 2^bits
+  int bits;  // keys < 2^bits
 };
 constexpr int kSortBucketBits = 6;
 constexpr int64_t kSortBuckets = int64_t{1} << kSortBucketBits;

@@ -1,5 +1,5 @@
-// gate followed by short_conv in one: the gated value x[t,g] = alpha[t,g] * v[t] is a scalar times the shared value, so it
-// never goes to memory and its norm needs one reduction of v per token.
+// gate followed by short_conv in one: the gated value x[t,g] = alpha[t,g] * v[t] is a scalar times the shared value, so
+// it never goes to memory and its norm needs one reduction of v per token.
 //
 //   s, alpha   as in gate.h, from hidden, key and the norm weights       m[t] = mean_d v[t]^2
 //   rx   = (alpha^2 m + conv_eps)^-1/2  (1 without a norm)               beta = alpha * rx
@@ -18,8 +18,7 @@
 
 namespace engram {
 
-template <typename H, typename K>
-struct GateConvForward {
+template <typename H, typename K> struct GateConvForward {
   using A = accumulate_t<H>;
   const H* hidden;  // [B, T, G, D]
   const K* key;     // [B, T, G, D]
@@ -33,8 +32,7 @@ struct GateConvForward {
   ShortConvShape shape;    // norm, silu: of the convolution
 };
 
-template <typename H, typename K>
-struct GateConvBackward {
+template <typename H, typename K> struct GateConvBackward {
   using A = accumulate_t<H>;
   const H* grad_out;  // [B, T, G, D]
   const H* hidden;
@@ -43,13 +41,13 @@ struct GateConvBackward {
   const A* weight;
   const A* taps;
   const A* stats;
-  H* grad_hidden;     // [B, T, G, D], every element written
-  K* grad_key;        // [B, T, G, D], every element written
-  K* grad_value;      // [B, T, D], every element written
-  A* gate_partials;   // [parts, G, D], R of gate.h; null = not wanted
-  A* conv_partials;   // [parts, K, G, D], S of short_conv.h
-  A* scratch;         // CUDA: [gate_conv_scratch(shape)], in any state; CPU: null
-  int64_t parts;      // part p owns the time blocks [blocks * p / parts, blocks * (p + 1) / parts)
+  H* grad_hidden;    // [B, T, G, D], every element written
+  K* grad_key;       // [B, T, G, D], every element written
+  K* grad_value;     // [B, T, D], every element written
+  A* gate_partials;  // [parts, G, D], R of gate.h; null = not wanted
+  A* conv_partials;  // [parts, K, G, D], S of short_conv.h
+  A* scratch;        // CUDA: [gate_conv_scratch(shape)], in any state; CPU: null
+  int64_t parts;     // part p owns the time blocks [blocks * p / parts, blocks * (p + 1) / parts)
   A conv_eps;
   GateOptions<A> options;
   ShortConvShape shape;
@@ -63,9 +61,12 @@ inline int64_t gate_conv_scratch(const ShortConvShape& s) {
 }
 
 namespace cpu {
-template <typename H, typename K> void gate_conv_stats(const GateConvForward<H, K>&, int64_t begin, int64_t end);     // tokens
-template <typename H, typename K> void gate_conv_forward(const GateConvForward<H, K>&, int64_t begin, int64_t end);   // blocks
-template <typename H, typename K> void gate_conv_backward(const GateConvBackward<H, K>&, int64_t begin, int64_t end); // parts
+template <typename H, typename K>
+void gate_conv_stats(const GateConvForward<H, K>&, int64_t begin, int64_t end);  // tokens
+template <typename H, typename K>
+void gate_conv_forward(const GateConvForward<H, K>&, int64_t begin, int64_t end);  // blocks
+template <typename H, typename K>
+void gate_conv_backward(const GateConvBackward<H, K>&, int64_t begin, int64_t end);  // parts
 }  // namespace cpu
 
 #if defined(ENGRAM_WITH_CUDA) || defined(ENGRAM_EMULATED)

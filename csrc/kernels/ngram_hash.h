@@ -6,8 +6,8 @@
 //   rows[l][t][(n-2) * H + h] = offsets[l][..] + floormod(mix_n, moduli[l][..])   n = 2 .. N
 //
 // Visibility is latching: walking back from t, the first masked position, change of document id, blocked history
-// entry (negative) or start of the sequence hides itself and everything older; a masked t sees nothing, not even itself.
-// History belongs to the document of token_ids[:, 0].
+// entry (negative) or start of the sequence hides itself and everything older; a masked t sees nothing, not even
+// itself. History belongs to the document of token_ids[:, 0].
 #pragma once
 #include "scalar.h"
 
@@ -23,7 +23,7 @@ struct NgramHash {
   const bool* mask;             // [B, T], null = every position is a token
   const int64_t* history;       // [B, N-1], oldest first, null = none
   int64_t* rows;                // [L, B, T, C], every element written
-  int64_t pad;                  // CPU: c_pad, already sent through the map; CUDA: the raw pad_id (its map is on the device)
+  int64_t pad;  // CPU: c_pad, already sent through the map; CUDA: the raw pad_id (its map is on the device)
   int64_t batch, tokens, layers, orders, columns, vocab;  // B, T, L, N, C = (N-1) * H, V
 };
 

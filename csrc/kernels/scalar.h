@@ -13,8 +13,12 @@ using Half = c10::Half;
 using BFloat16 = c10::BFloat16;
 
 // Type in which sums are kept: double stays double (gradcheck), everything else sums in float.
-template <typename T> struct Accumulate { using type = float; };
-template <> struct Accumulate<double> { using type = double; };
+template <typename T> struct Accumulate {
+  using type = float;
+};
+template <> struct Accumulate<double> {
+  using type = double;
+};
 template <typename T> using accumulate_t = typename Accumulate<T>::type;
 
 }  // namespace engram
@@ -22,6 +26,7 @@ template <typename T> using accumulate_t = typename Accumulate<T>::type;
 // Bottom lines of the kernel files: the only dtypes the library compiles.
 #define ENGRAM_FOR_EACH_FLOAT(M) M(double) M(float) M(engram::Half) M(engram::BFloat16)
 // (dtype of hidden, dtype of key and value): equal, or a float32 residual stream beside half projections.
-#define ENGRAM_FOR_EACH_GATE_TYPES(M)                                                                    \
-  M(double, double) M(float, float) M(engram::Half, engram::Half) M(engram::BFloat16, engram::BFloat16) \
-  M(float, engram::Half) M(float, engram::BFloat16)
+#define ENGRAM_FOR_EACH_GATE_TYPES(M)                                                                        \
+  M(double, double)                                                                                          \
+  M(float, float) M(engram::Half, engram::Half) M(engram::BFloat16, engram::BFloat16) M(float, engram::Half) \
+      M(float, engram::BFloat16)

@@ -7,7 +7,8 @@
 // A tap counts when its position exists, belongs to the same run of equal document ids as t, and is not masked.
 //
 // Backward, with a = silu'(z) * grad_out (zero at masked t):
-//   S[j]   = sum_t a[t] * n[t - (K-1-j) * dilation]      grad_weight = norm_weight * S,  grad_norm_weight = sum_j weight * S
+//   S[j]   = sum_t a[t] * n[t - (K-1-j) * dilation]
+//   grad_weight = norm_weight * S,  grad_norm_weight = sum_j weight * S
 //   q[t]   = sum_j taps[j] * a[t + (K-1-j) * dilation]
 //   grad_x = rstd * (q - n * <q, n> / D)  (+ grad_out)    second term only with a norm
 //
@@ -21,30 +22,28 @@ struct ShortConvShape {
   int64_t batch, tokens, branches, dim;  // B, T, G, D
   int64_t taps, dilation;                // K, distance between two taps
   bool norm, silu, residual;
-  const int64_t* document_ids;           // [B, T], null = one document a row
-  const bool* mask;                      // [B, T], null = none
+  const int64_t* document_ids;  // [B, T], null = one document a row
+  const bool* mask;             // [B, T], null = none
 };
 
-template <typename T>
-struct ShortConvForward {
+template <typename T> struct ShortConvForward {
   using A = accumulate_t<T>;
-  const T* x;      // [B, T, G, D]
-  const A* taps;   // [K, G, D]
-  T* out;          // [B, T, G, D], every element written
-  A* rstd;         // [B, T, G], every element written (zero at masked tokens)
+  const T* x;     // [B, T, G, D]
+  const A* taps;  // [K, G, D]
+  T* out;         // [B, T, G, D], every element written
+  A* rstd;        // [B, T, G], every element written (zero at masked tokens)
   A eps;
   ShortConvShape shape;
 };
 
-template <typename T>
-struct ShortConvBackward {
+template <typename T> struct ShortConvBackward {
   using A = accumulate_t<T>;
   const T* grad_out;  // [B, T, G, D]
   const T* x;
-  const A* taps;      // [K, G, D]
-  const A* rstd;      // [B, T, G]
-  T* grad_x;          // [B, T, G, D], every element written
-  A* partials;        // [parts, K, G, D]: S of part p, which owns blocks [blocks * p / parts, blocks * (p + 1) / parts)
+  const A* taps;  // [K, G, D]
+  const A* rstd;  // [B, T, G]
+  T* grad_x;      // [B, T, G, D], every element written
+  A* partials;    // [parts, K, G, D]: S of part p, which owns blocks [blocks * p / parts, blocks * (p + 1) / parts)
   int64_t parts;
   ShortConvShape shape;
 };
@@ -54,19 +53,19 @@ constexpr int64_t kConvBlock = 128;
 inline int64_t conv_blocks_per_row(const ShortConvShape& s) { return (s.tokens + kConvBlock - 1) / kConvBlock; }
 
 // Between the layout of the parameters ([G, D, K], [G, D]) and that of the kernels ([K, G, D]).
-template <typename A>
-struct ShortConvWeights {
-  const A* weight;       // [G, D, K]
-  const A* norm_weight;  // [G, D], null = ones
-  A* taps;               // fold: [K, G, D] = weight * norm_weight
-  const A* partials;     // unfold: [parts, K, G, D], summed in part order
-  A* grad_weight;        // unfold: [G, D, K]
-  A* grad_norm_weight;   // unfold: [G, D] or null
+template <typename A> struct ShortConvWeights {
+  const A* weight;               // [G, D, K]
+  const A* norm_weight;          // [G, D], null = ones
+  A* taps;                       // fold: [K, G, D] = weight * norm_weight
+  const A* partials;             // unfold: [parts, K, G, D], summed in part order
+  A* grad_weight;                // unfold: [G, D, K]
+  A* grad_norm_weight;           // unfold: [G, D] or null
   int64_t parts, kernel, count;  // K, G * D
 };
 
 namespace cpu {
-template <typename A> void short_conv_fold(const ShortConvWeights<A>&, int64_t begin, int64_t end);    // columns of [G * D]
+template <typename A>
+void short_conv_fold(const ShortConvWeights<A>&, int64_t begin, int64_t end);  // columns of [G * D]
 template <typename A> void short_conv_unfold(const ShortConvWeights<A>&, int64_t begin, int64_t end);
 template <typename T> void short_conv_forward(const ShortConvForward<T>&, int64_t begin, int64_t end);    // blocks
 template <typename T> void short_conv_backward(const ShortConvBackward<T>&, int64_t begin, int64_t end);  // parts

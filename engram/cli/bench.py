@@ -16,7 +16,7 @@ def main(argv: Sequence[str]) -> int:
     """
     root = Path(engram.__file__).parents[1]
     if not (root / "benchmarks" / "run.py").is_file():
-        raise UsageError("the benchmarks are in the source tree: run `python -m pip install -e .` in a clone, then this")
+        raise UsageError("the benchmarks are in the source tree: run `pip install -e .` in a clone, then this")
     sys.path.insert(0, str(root))
     from benchmarks import run
 

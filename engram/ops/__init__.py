@@ -1,4 +1,4 @@
-"""The operators of the Engram layer, over ``torch.ops.engram``; ``engram.reference`` has the same functions in plain PyTorch."""
+"""The operators of the Engram layer; ``engram.reference`` has the same functions in plain PyTorch."""
 
 from engram.ops.embedding import embedding
 from engram.ops.gate import gate

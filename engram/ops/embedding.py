@@ -16,15 +16,15 @@ def embedding(
         table: float64, float32, bfloat16 or float16 ``[R, d]``; R * d may pass 2**31.
         rows: int32 or int64 ``[..., C]``, global row ids.
         sparse_grad: not available yet.
-        row_begin: None, or k: the table is the shard ``[k, k + R)`` of a bigger one; rows outside it give zeros and get no
-            gradient.
+        row_begin: None, or k: the table is the shard ``[k, k + R)`` of a bigger one; rows outside it give zeros and get
+            no gradient.
         mask: bool ``[...]``, the leading shape of rows; False = zeros, not read, no gradient.
 
     Returns:
         ``[..., C, d]`` in the table's dtype.
 
-    The gradient of the table is dense. It is summed in float32 (float64 for float64) in the order of the tokens and rounded
-    once, so it is the same for any thread count, and 4096 bfloat16 ones on one row are 4096.
+    The gradient of the table is dense. It is summed in float32 (float64 for float64) in the order of the tokens and
+    rounded once, so it is the same for any thread count, and 4096 bfloat16 ones on one row are 4096.
 
     Raises:
         IndexError: a row outside ``[0, R)`` without ``row_begin`` (on CUDA it reads as zero, unless ENGRAM_DEBUG=1).
@@ -32,7 +32,7 @@ def embedding(
         NotImplementedError: ``sparse_grad=True``.
     """
     if sparse_grad:
-        raise NotImplementedError("embedding: sparse_grad=True is not available yet, use the dense gradient (sparse_grad=False)")
+        raise NotImplementedError("embedding: sparse_grad=True is not available yet, use sparse_grad=False")
     return torch.ops.engram.embedding(table, rows, row_begin=row_begin, mask=mask)
 
 

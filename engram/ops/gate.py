@@ -23,8 +23,8 @@ def gate(
     """How much of the shared value each residual branch takes in (arXiv:2601.07372, section 2; the released demo).
 
     ``s = <rms(hidden) * hidden_weight, rms(key) * key_weight> / sqrt(D)``, ``u = sign(s) * sqrt(max(|s|, clamp))``,
-    ``out = sigmoid(u) * value`` (``+ hidden`` with ``residual``), per token and branch, with sums in float32 (float64 for
-    float64) and one rounding at the end.
+    ``out = sigmoid(u) * value`` (``+ hidden`` with ``residual``), per token and branch, with sums in float32 (float64
+    for float64) and one rounding at the end.
 
     Args:
         hidden: ``[..., G, D]``, float64, float32, bfloat16 or float16.
@@ -33,10 +33,10 @@ def gate(
         hidden_weight, key_weight: norm weights ``[G, D]``, any float dtype; None: that input is already normalised.
         eps: added to the mean square under the root.
         clamp: lower bound of ``|s|`` under the root. Below it no gradient passes.
-        zero_rule: at ``s == 0`` the gate is exactly 1/2 with ``"sign"``, or sigmoid of ``+-sqrt(clamp)`` by the sign bit of s
-            with ``"copysign"`` (TileKernels, DeepSeek-V4.1).
-        mask: bool ``[...]``; False: out is zero (``hidden`` bit for bit with ``residual``) and no gradient passes, whatever
-            stands there.
+        zero_rule: at ``s == 0`` the gate is exactly 1/2 with ``"sign"``, or sigmoid of ``+-sqrt(clamp)`` by the sign
+            bit of s with ``"copysign"`` (TileKernels, DeepSeek-V4.1).
+        mask: bool ``[...]``; False: out is zero (``hidden`` bit for bit with ``residual``) and no gradient passes,
+            whatever stands there.
         residual: add ``hidden``.
 
     Returns:
@@ -46,7 +46,16 @@ def gate(
         ValueError: a wrong dtype, shape, device or value.
     """
     return torch.ops.engram.gate(
-        hidden, key, value, hidden_weight, key_weight, eps=eps, clamp=clamp, zero_rule=zero_rule, mask=mask, residual=residual
+        hidden,
+        key,
+        value,
+        hidden_weight,
+        key_weight,
+        eps=eps,
+        clamp=clamp,
+        zero_rule=zero_rule,
+        mask=mask,
+        residual=residual,
     )[0]
 
 
@@ -60,7 +69,9 @@ def _(hidden, key, value, hidden_weight, key_weight, eps, clamp=1e-6, zero_rule=
 
 
 @torch.library.register_fake("engram::gate_backward")
-def _(grad_out, hidden, key, value, hidden_weight, key_weight, stats, clamp=1e-6, zero_rule="sign", mask=None, residual=False):
+def _(
+    grad_out, hidden, key, value, hidden_weight, key_weight, stats, clamp=1e-6, zero_rule="sign", mask=None, residual=False
+):
     same_device("gate_backward", grad_out=grad_out, hidden=hidden, key=key, value=value, stats=stats, mask=mask)
 
     def weight_grad(weight):

@@ -29,8 +29,8 @@ def gate_conv(
     state=None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """``short_conv(gate(...))`` without the gated value in between: it is a scalar per token and branch times ``value``, so the
-    convolution reads ``value`` and those scalars (arXiv:2601.07372, section 2; the released demo).
+    """``short_conv(gate(...))`` without the gated value in between: it is a scalar per token and branch times
+    ``value``, so the convolution reads ``value`` and those scalars (arXiv:2601.07372, section 2; the released demo).
 
     Args:
         hidden: ``[B, T, G, D]``, float64, float32, bfloat16 or float16.
@@ -44,8 +44,8 @@ def gate_conv(
         clamp, zero_rule: see ``gate``.
         activation: ``"silu"`` or None.
         document_ids: integer ``[B, T]``: no tap reaches across a change of id.
-        mask: bool ``[B, T]``; False: the position contributes to no other, its output is zero (``hidden`` bit for bit with
-            ``residual``), and no gradient passes.
+        mask: bool ``[B, T]``; False: the position contributes to no other, its output is zero (``hidden`` bit for bit
+            with ``residual``), and no gradient passes.
         residual: add ``hidden`` at the end.
         state: not available yet.
         lengths: integer ``[B]``: positions from ``lengths[b]`` on count as masked.
@@ -97,12 +97,13 @@ def _(
 
 @torch.library.register_fake("engram::gate_conv_backward")
 def _(
-    grad_out, hidden, key, value, hidden_weight, key_weight, conv_weight, conv_norm_weight, stats, conv_eps, dilation, clamp=1e-6,
-    zero_rule="sign", activation="silu", document_ids=None, mask=None, residual=False,
+    grad_out, hidden, key, value, hidden_weight, key_weight, conv_weight, conv_norm_weight, stats, conv_eps, dilation,
+    clamp=1e-6, zero_rule="sign", activation="silu", document_ids=None, mask=None, residual=False,
 ):  # fmt: skip
     same_device("gate_conv_backward", grad_out=grad_out, hidden=hidden, key=key, value=value, stats=stats)
     weights = (hidden_weight, key_weight, conv_weight, conv_norm_weight)
-    empty = [hidden.new_empty((0,), dtype=accumulate_dtype(hidden)) if w is None else w.new_empty(w.shape) for w in weights]
+    none = hidden.new_empty((0,), dtype=accumulate_dtype(hidden))
+    empty = [none.clone() if weight is None else weight.new_empty(weight.shape) for weight in weights]
     return hidden.new_empty(hidden.shape), key.new_empty(key.shape), value.new_empty(value.shape), *empty
 
 

@@ -20,8 +20,8 @@ def ngram_hash(
 ) -> Tensor:
     """Global row ids of every n-gram of order 2..N that ends at each position, for all layers in one pass.
 
-    The n-gram's tokens are multiplied by ``multipliers`` (the current token by column 0), XORed in int64 that wraps, and
-    reduced by floored modulo to each column's table (arXiv:2601.07372, section 2; the released demo).
+    The n-gram's tokens are multiplied by ``multipliers`` (the current token by column 0), XORed in int64 that wraps,
+    and reduced by floored modulo to each column's table (arXiv:2601.07372, section 2; the released demo).
 
     Args:
         token_ids: int32 or int64 ``[B, T]``, raw ids.
@@ -32,8 +32,8 @@ def ngram_hash(
         token_map: int32 ``[V]``, raw id to compressed id. None: ids are hashed as they are, whatever their value.
         document_ids: integer ``[B, T]``: an n-gram never reaches across a change of id.
         mask: bool ``[B, T]``; False = not a token (padding, an image): it and everything older read as ``pad_id``.
-        history: integer ``[B, N - 1]``: raw ids before ``token_ids[:, 0]``, oldest first, of the same document; a negative
-            entry hides itself and everything older.
+        history: integer ``[B, N - 1]``: raw ids before ``token_ids[:, 0]``, oldest first, of the same document; a
+            negative entry hides itself and everything older.
 
     Returns:
         int64 ``[L, B, T, C]``, offset included; always inside the column's own table.

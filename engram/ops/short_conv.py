@@ -21,10 +21,11 @@ def short_conv(
     state=None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Dilated causal depthwise convolution of the RMS-normalised input (arXiv:2601.07372, equation 5; the released demo).
+    """Dilated causal depthwise convolution of the RMS-normalised input (arXiv:2601.07372, equation 5; the released
+    demo).
 
-    ``out[t] = x[t] + silu(sum_j weight[..., j] * n[t - (K - 1 - j) * dilation])``, ``n = rms(x) * norm_weight`` per branch, with
-    sums in float32 (float64 for float64) and one rounding at the end.
+    ``out[t] = x[t] + silu(sum_j weight[..., j] * n[t - (K - 1 - j) * dilation])``, ``n = rms(x) * norm_weight`` per
+    branch, with sums in float32 (float64 for float64) and one rounding at the end.
 
     Args:
         x: ``[B, T, G, D]``, float64, float32, bfloat16 or float16.
@@ -35,8 +36,8 @@ def short_conv(
         activation: ``"silu"`` or None.
         residual: add ``x``.
         document_ids: integer ``[B, T]``: no tap reaches across a change of id.
-        mask: bool ``[B, T]``; False: the position contributes to no other, its own output is zero (``x`` bit for bit with
-            ``residual``).
+        mask: bool ``[B, T]``; False: the position contributes to no other, its own output is zero (``x`` bit for bit
+            with ``residual``).
         state: not available yet.
         lengths: integer ``[B]``: positions from ``lengths[b]`` on count as masked.
 

@@ -1,5 +1,6 @@
-// The CPU kernels without Python: every buffer is a heap block of exactly the stated size, so that the sanitizers see any
-// access outside, and the results are held against the formulas of the headers, written here as plain scalar loops in double.
+// The CPU kernels without Python: every buffer is a heap block of exactly the stated size, so that the sanitizers see
+// any access outside, and the results are held against the formulas of the headers, written here as plain scalar loops
+// in double.
 #include <cmath>
 #include <cstdio>
 #include <functional>
@@ -61,22 +62,39 @@ template <typename T> void close(const std::vector<T>& got, const std::vector<do
 
 void test_ngram_hash(int64_t B, int64_t T, int64_t L, int64_t N, int64_t H) {
   const int64_t C = (N - 1) * H, V = 50, pad = 2;
-  std::vector<int64_t> ids(B * T), multipliers(L * N), moduli(L * C), offsets(L * C), documents(B * T), history(B * (N - 1));
+  std::vector<int64_t> ids(B * T), multipliers(L * N), moduli(L * C), offsets(L * C), documents(B * T),
+      history(B * (N - 1));
   std::vector<int32_t> map(V);
   for (auto& x : ids) x = uniform(0, V - 1);
   for (auto& x : map) x = static_cast<int32_t>(uniform(0, 40));
   for (auto& x : multipliers) x = uniform(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max());
-  for (auto& x : moduli) x = uniform(0, 3) ? uniform(1, int64_t{1} << uniform(0, 62)) : std::numeric_limits<int64_t>::max();
+  for (auto& x : moduli)
+    x = uniform(0, 3) ? uniform(1, int64_t{1} << uniform(0, 62)) : std::numeric_limits<int64_t>::max();
   for (auto& x : offsets) x = uniform(0, 1000);
   for (auto& x : documents) x = uniform(0, 9) / 9;
   for (auto& x : history) x = uniform(-1, V - 1);
   const Mask mask(B * T);
   std::vector<int64_t> rows(L * B * T * C, -1);
-  const engram::NgramHash a{ids.data(), multipliers.data(), moduli.data(), offsets.data(), map.data(), documents.data(),
-                            mask.data(), history.data(), rows.data(), map[pad], B, T, L, N, C, V};
+  const engram::NgramHash a{ids.data(),
+                            multipliers.data(),
+                            moduli.data(),
+                            offsets.data(),
+                            map.data(),
+                            documents.data(),
+                            mask.data(),
+                            history.data(),
+                            rows.data(),
+                            map[pad],
+                            B,
+                            T,
+                            L,
+                            N,
+                            C,
+                            V};
   const int64_t cut = uniform(0, B * T);  // any split into ranges gives the same rows
   bool ok = engram::cpu::ngram_hash_bad_history(a) == engram::kNoBadId;
-  ok &= engram::cpu::ngram_hash(a, cut, B * T) == engram::kNoBadId && engram::cpu::ngram_hash(a, 0, cut) == engram::kNoBadId;
+  ok &= engram::cpu::ngram_hash(a, cut, B * T) == engram::kNoBadId &&
+        engram::cpu::ngram_hash(a, 0, cut) == engram::kNoBadId;
   for (int64_t b = 0; b < B; ++b) {
     for (int64_t t = 0; t < T; ++t) {
       std::vector<int64_t> window(N, map[pad]);
@@ -113,7 +131,8 @@ void test_ngram_hash(int64_t B, int64_t T, int64_t L, int64_t N, int64_t H) {
 void sort_keys(std::vector<int64_t>& keys, int bits) {
   const int64_t chunks = uniform(1, 5);
   std::vector<int64_t> scratch(keys.size()), starts(chunks * engram::cpu::kSortBuckets);
-  const engram::cpu::SortKeys sort{keys.data(), scratch.data(), starts.data(), static_cast<int64_t>(keys.size()), chunks, bits};
+  const engram::cpu::SortKeys sort{
+      keys.data(), scratch.data(), starts.data(), static_cast<int64_t>(keys.size()), chunks, bits};
   for (int64_t i = 0; i < chunks; ++i) engram::cpu::sort_count(sort, i);
   engram::cpu::sort_offsets(sort);
   for (int64_t i = 0; i < chunks; ++i) engram::cpu::sort_scatter(sort, i);
@@ -127,8 +146,16 @@ template <typename T, typename Index> void test_embedding(int64_t tokens, int64_
   for (auto& r : rows) r = static_cast<Index>(shard ? uniform(0, R + 6) : uniform(0, R - 1));
   const Mask mask(tokens);
   std::vector<T> out(slots * d, T(7));
-  const engram::EmbeddingForward<Index> forward{reinterpret_cast<const char*>(table.data()), rows.data(), mask.data(),
-                                                reinterpret_cast<char*>(out.data()), slots, C, R, d * int64_t{sizeof(T)}, begin, shard};
+  const engram::EmbeddingForward<Index> forward{reinterpret_cast<const char*>(table.data()),
+                                                rows.data(),
+                                                mask.data(),
+                                                reinterpret_cast<char*>(out.data()),
+                                                slots,
+                                                C,
+                                                R,
+                                                d * int64_t{sizeof(T)},
+                                                begin,
+                                                shard};
   const int64_t cut = uniform(0, slots);
   bool ok = engram::cpu::embedding_forward(forward, 0, cut) == engram::kNoBadRow;
   ok &= engram::cpu::embedding_forward(forward, cut, slots) == engram::kNoBadRow;
@@ -153,7 +180,8 @@ template <typename T, typename Index> void test_embedding(int64_t tokens, int64_
   for (int64_t i = 1; i < slots; ++i) ok &= keys[i - 1] < keys[i];
   check(ok, "embedding keys are sorted and distinct");
   std::vector<T> grad_table(R * d, T(0));
-  const engram::EmbeddingBackward<T> backward{grad_out.data(), keys.data(), grad_table.data(), nullptr, slots, R, d, slot_bits};
+  const engram::EmbeddingBackward<T> backward{grad_out.data(), keys.data(), grad_table.data(), nullptr, slots, R, d,
+                                              slot_bits};
   engram::cpu::embedding_backward(backward, cut, slots);
   engram::cpu::embedding_backward(backward, 0, cut);
   close(grad_table, grad, "embedding backward");
@@ -161,7 +189,8 @@ template <typename T, typename Index> void test_embedding(int64_t tokens, int64_
 
 // ------------------------------------------------------------------------------------------------ gate
 
-// The gradient of f with respect to x in double, by central differences: independent of the analytic formulas under test.
+// The gradient of f with respect to x in double, by central differences: independent of the analytic formulas under
+// test.
 std::vector<double> numeric(std::vector<double>& x, const std::function<double()>& f) {
   std::vector<double> grad(x.size());
   for (size_t i = 0; i < x.size(); ++i) {
@@ -189,8 +218,8 @@ template <typename H, typename K> void test_gate(int64_t n, int64_t G, int64_t D
   const engram::GateOptions<A> options{A(1e-6), A(1e-6), true, true, false, residual};
   std::vector<H> out(n * G * D, H(7));
   std::vector<A> stats(n * G * 3, A(7));
-  const engram::GateForward<H, K> forward{hidden.data(), key.data(), value.data(), weight.data(), mask.data(), out.data(),
-                                          stats.data(), n, G, D, options};
+  const engram::GateForward<H, K> forward{
+      hidden.data(), key.data(), value.data(), weight.data(), mask.data(), out.data(), stats.data(), n, G, D, options};
   const int64_t cut = uniform(0, n);
   engram::cpu::gate_forward(forward, cut, n);
   engram::cpu::gate_forward(forward, 0, cut);
@@ -221,12 +250,26 @@ template <typename H, typename K> void test_gate(int64_t n, int64_t G, int64_t D
   std::vector<K> grad_key(n * G * D, K(7)), grad_value(n * D, K(7));
   std::vector<A> partials(parts * G * D, A(7)), grad_hidden_weight(G * D), grad_key_weight(G * D);
   const std::vector<A> ones(G * D, A(1));
-  const engram::GateBackward<H, K> backward{grad_out.data(), hidden.data(), key.data(), value.data(), weight.data(), stats.data(),
-                                            mask.data(), grad_hidden.data(), grad_key.data(), grad_value.data(), partials.data(),
-                                            n, G, D, parts, options};
+  const engram::GateBackward<H, K> backward{grad_out.data(),
+                                            hidden.data(),
+                                            key.data(),
+                                            value.data(),
+                                            weight.data(),
+                                            stats.data(),
+                                            mask.data(),
+                                            grad_hidden.data(),
+                                            grad_key.data(),
+                                            grad_value.data(),
+                                            partials.data(),
+                                            n,
+                                            G,
+                                            D,
+                                            parts,
+                                            options};
   for (int64_t p = parts; p-- > 0;) engram::cpu::gate_backward(backward, p, p + 1);
-  engram::cpu::gate_weights(engram::GateWeights<A>{partials.data(), weight.data(), ones.data(), grad_hidden_weight.data(),
-                                                   grad_key_weight.data(), parts, G * D}, 0, G * D);
+  engram::cpu::gate_weights(engram::GateWeights<A>{partials.data(), weight.data(), ones.data(),
+                                                   grad_hidden_weight.data(), grad_key_weight.data(), parts, G * D},
+                            0, G * D);
   if (!gradients) return;
   const auto loss = [&] {
     const auto y = oracle();
@@ -251,7 +294,8 @@ template <typename H, typename K> void test_gate(int64_t n, int64_t G, int64_t D
 // ------------------------------------------------------------------------------------------------ short_conv
 
 template <typename T>
-void test_short_conv(int64_t B, int64_t N, int64_t G, int64_t D, int64_t K, int64_t dilation, bool norm, bool gradients) {
+void test_short_conv(int64_t B, int64_t N, int64_t G, int64_t D, int64_t K, int64_t dilation, bool norm,
+                     bool gradients) {
   using A = accumulate_t<T>;
   const auto x = normal<T>(B * N * G * D), grad_out = normal<T>(B * N * G * D);
   const auto weight = normal<A>(G * D * K), norm_weight = normal<A>(G * D);
@@ -260,7 +304,8 @@ void test_short_conv(int64_t B, int64_t N, int64_t G, int64_t D, int64_t K, int6
   const Mask mask(B * N);
   const engram::ShortConvShape shape{B, N, G, D, K, dilation, norm, true, true, documents.data(), mask.data()};
   std::vector<A> taps(K * G * D);
-  engram::ShortConvWeights<A> weights{weight.data(), norm ? norm_weight.data() : nullptr, taps.data(), nullptr, nullptr, nullptr, 0, K, G * D};
+  engram::ShortConvWeights<A> weights{
+      weight.data(), norm ? norm_weight.data() : nullptr, taps.data(), nullptr, nullptr, nullptr, 0, K, G * D};
   engram::cpu::short_conv_fold(weights, 0, G * D);
   std::vector<T> out(B * N * G * D, T(7));
   std::vector<A> rstd(B * N * G, A(7));
@@ -299,10 +344,18 @@ void test_short_conv(int64_t B, int64_t N, int64_t G, int64_t D, int64_t K, int6
   const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(blocks, 3));
   std::vector<T> grad_x(B * N * G * D, T(7));
   std::vector<A> partials(parts * K * G * D, A(7)), grad_weight(G * D * K), grad_norm_weight(G * D);
-  const engram::ShortConvBackward<T> backward{grad_out.data(), x.data(), taps.data(), rstd.data(), grad_x.data(), partials.data(), parts, shape};
+  const engram::ShortConvBackward<T> backward{grad_out.data(), x.data(),        taps.data(), rstd.data(),
+                                              grad_x.data(),   partials.data(), parts,       shape};
   for (int64_t p = parts; p-- > 0;) engram::cpu::short_conv_backward(backward, p, p + 1);
-  weights = {weight.data(), norm ? norm_weight.data() : nullptr, nullptr, partials.data(), grad_weight.data(),
-             norm ? grad_norm_weight.data() : nullptr, parts, K, G * D};
+  weights = {weight.data(),
+             norm ? norm_weight.data() : nullptr,
+             nullptr,
+             partials.data(),
+             grad_weight.data(),
+             norm ? grad_norm_weight.data() : nullptr,
+             parts,
+             K,
+             G * D};
   engram::cpu::short_conv_unfold(weights, 0, G * D);
   if (!gradients) return;
   const auto loss = [&] {
@@ -328,7 +381,8 @@ void test_short_conv(int64_t B, int64_t N, int64_t G, int64_t D, int64_t K, int6
 
 // Against gate and then short_conv in double, which the tests above hold against the formulas: forward and backward.
 template <typename H, typename K>
-void test_gate_conv(int64_t B, int64_t N, int64_t G, int64_t D, int64_t taps_count, int64_t dilation, bool norm, bool residual) {
+void test_gate_conv(int64_t B, int64_t N, int64_t G, int64_t D, int64_t taps_count, int64_t dilation, bool norm,
+                    bool residual) {
   using A = accumulate_t<H>;
   const int64_t n = B * N, GD = G * D;
   const auto hidden = normal<H>(n * GD), grad_out = normal<H>(n * GD);
@@ -341,37 +395,62 @@ void test_gate_conv(int64_t B, int64_t N, int64_t G, int64_t D, int64_t taps_cou
   const engram::GateOptions<A> options{A(1e-2), A(1e-6), true, true, false, residual};
   std::vector<H> out(n * GD, H(7)), grad_hidden(n * GD, H(7));
   std::vector<A> stats(n * (3 * G + 1), A(7));
-  const engram::GateConvForward<H, K> forward{hidden.data(), key.data(), value.data(), weight.data(), taps.data(),
-                                              out.data(), stats.data(), A(1e-5), options, shape};
-  const int64_t cut = uniform(0, n), blocks = B * engram::conv_blocks_per_row(shape), parts = std::max<int64_t>(1, std::min<int64_t>(blocks, 3));
+  const engram::GateConvForward<H, K> forward{hidden.data(), key.data(),   value.data(), weight.data(), taps.data(),
+                                              out.data(),    stats.data(), A(1e-5),      options,       shape};
+  const int64_t cut = uniform(0, n), blocks = B * engram::conv_blocks_per_row(shape),
+                parts = std::max<int64_t>(1, std::min<int64_t>(blocks, 3));
   engram::cpu::gate_conv_stats(forward, cut, n);
   engram::cpu::gate_conv_stats(forward, 0, cut);
   for (int64_t b = blocks; b-- > 0;) engram::cpu::gate_conv_forward(forward, b, b + 1);
   std::vector<K> grad_key(n * GD, K(7)), grad_value(n * D, K(7));
   std::vector<A> gate_partials(parts * GD, A(7)), conv_partials(parts * taps_count * GD, A(7));
-  const engram::GateConvBackward<H, K> backward{grad_out.data(), hidden.data(), key.data(), value.data(), weight.data(), taps.data(),
-                                                stats.data(), grad_hidden.data(), grad_key.data(), grad_value.data(),
-                                                gate_partials.data(), conv_partials.data(), nullptr, parts, A(1e-5), options, shape};
+  const engram::GateConvBackward<H, K> backward{grad_out.data(),
+                                                hidden.data(),
+                                                key.data(),
+                                                value.data(),
+                                                weight.data(),
+                                                taps.data(),
+                                                stats.data(),
+                                                grad_hidden.data(),
+                                                grad_key.data(),
+                                                grad_value.data(),
+                                                gate_partials.data(),
+                                                conv_partials.data(),
+                                                nullptr,
+                                                parts,
+                                                A(1e-5),
+                                                options,
+                                                shape};
   for (int64_t p = parts; p-- > 0;) engram::cpu::gate_conv_backward(backward, p, p + 1);
 
-  const auto h = to_double(hidden), k = to_double(key), v = to_double(value), w = to_double(weight), t = to_double(taps);
+  const auto h = to_double(hidden), k = to_double(key), v = to_double(value), w = to_double(weight),
+             t = to_double(taps);
   const auto dy = to_double(grad_out);
   std::vector<double> gated(n * GD), gate_stats(n * G * 3), y(n * GD), rstd(n * G), dx(n * GD), S(taps_count * GD);
   const engram::GateOptions<double> plain{double(A(1e-2)), double(A(1e-6)), true, true, false, false};
-  engram::cpu::gate_forward(engram::GateForward<double, double>{h.data(), k.data(), v.data(), w.data(), mask.data(), gated.data(),
-                                                                gate_stats.data(), n, G, D, plain}, 0, n);
-  engram::cpu::short_conv_forward(engram::ShortConvForward<double>{gated.data(), t.data(), y.data(), rstd.data(), double(A(1e-5)), shape}, 0, blocks);
-  engram::cpu::short_conv_backward(engram::ShortConvBackward<double>{dy.data(), gated.data(), t.data(), rstd.data(), dx.data(), S.data(), 1, shape}, 0, 1);
+  engram::cpu::gate_forward(engram::GateForward<double, double>{h.data(), k.data(), v.data(), w.data(), mask.data(),
+                                                                gated.data(), gate_stats.data(), n, G, D, plain},
+                            0, n);
+  engram::cpu::short_conv_forward(
+      engram::ShortConvForward<double>{gated.data(), t.data(), y.data(), rstd.data(), double(A(1e-5)), shape}, 0,
+      blocks);
+  engram::cpu::short_conv_backward(
+      engram::ShortConvBackward<double>{dy.data(), gated.data(), t.data(), rstd.data(), dx.data(), S.data(), 1, shape},
+      0, 1);
   for (int64_t i = 0; i < n * GD; ++i) {
     y[i] = mask.data()[i / GD] ? y[i] + (residual ? h[i] : 0) : residual ? h[i] : 0;
-    dx[i] = mask.data()[i / GD] ? dx[i] : 0;  // short_conv passes its residual through masked positions, the gate stops it
+    dx[i] =
+        mask.data()[i / GD] ? dx[i] : 0;  // short_conv passes its residual through masked positions, the gate stops it
   }
   std::vector<double> dh(n * GD), dk(n * GD), dv(n * D), R(GD);
-  engram::cpu::gate_backward(engram::GateBackward<double, double>{dx.data(), h.data(), k.data(), v.data(), w.data(), gate_stats.data(),
-                                                                  mask.data(), dh.data(), dk.data(), dv.data(), R.data(), n, G, D, 1, plain}, 0, 1);
+  engram::cpu::gate_backward(
+      engram::GateBackward<double, double>{dx.data(), h.data(), k.data(), v.data(), w.data(), gate_stats.data(),
+                                           mask.data(), dh.data(), dk.data(), dv.data(), R.data(), n, G, D, 1, plain},
+      0, 1);
   for (int64_t i = 0; residual && i < n * GD; ++i) dh[i] += dy[i];
   close(out, y, "gate_conv forward");
-  // The gate's slope magnifies the rounding of the score, so gradients through it are held to float's own limit only loosely.
+  // The gate's slope magnifies the rounding of the score, so gradients through it are held to float's own limit only
+  // loosely.
   const auto near = [](const auto& got, const std::vector<double>& want, double bound, const char* what) {
     double error = 0, size = 0;
     for (size_t i = 0; i < want.size(); ++i) {
@@ -421,7 +500,8 @@ int main() {
     std::printf("skipped: %s\n", error.what());
     return 77;
   }
-  for (int i = 0; i < 40; ++i) test_ngram_hash(uniform(1, 3), uniform(1, 20), uniform(1, 3), uniform(2, 5), uniform(1, 9));
+  for (int i = 0; i < 40; ++i)
+    test_ngram_hash(uniform(1, 3), uniform(1, 20), uniform(1, 3), uniform(2, 5), uniform(1, 9));
   test_ngram_hash(2, 0, 1, 3, 8);
   test_floats<double>();
   test_floats<float>();

@@ -1,15 +1,18 @@
 // The convolution engine of short_conv and gate_conv. Both convolve rows that are a scalar times a source row,
-//     n[t, g] = scale[t, g] * x[t, g],      short_conv: x its input, scale = rstd     gate_conv: x = value for every g, scale = beta
-// and add the source itself times another scalar (self: 1, or alpha). What differs is where the rows lie and which scalars.
-// Included once per instruction set by the kernel bodies (no include guard; see foreach_isa.h), after vec.h.
+//     n[t, g] = scale[t, g] * x[t, g]
+//     short_conv: x is its input, scale = rstd        gate_conv: x = value for every g, scale = beta
+// and add the source itself times another scalar (self: 1, or alpha). What differs is where the rows lie and which
+// scalars. Included once per instruction set by the kernel bodies (no include guard; see foreach_isa.h), after vec.h.
 
 namespace engram::cpu::ENGRAM_ISA {
 
 // Channels handled together. A row of a tile is 1 KiB in float, so the rows in reach of the taps, the taps and their
-// gradients stay in the first-level cache while time runs, and what is written is contiguous enough for the prefetchers.
+// gradients stay in the first-level cache while time runs, and what is written is contiguous enough for the
+// prefetchers.
 constexpr int64_t kTile = 256;
 
-// The usual four taps are worth a loop of their own (Taps = 4, else 0 = any number), except where it would never be fast.
+// The usual four taps are worth a loop of their own (Taps = 4, else 0 = any number), except where it would never be
+// fast.
 #if defined(__x86_64__) && !defined(ENGRAM_HAS_F16C)
 template <typename A> constexpr int kUsualTaps = 0;
 #else
@@ -19,9 +22,9 @@ template <typename A> constexpr int kUsualTaps = std::is_same_v<A, double> ? 0 :
 // One block of time of one batch row, with the positions around it that it reads (before) or that read from it (after).
 struct Stretch {
   const ShortConvShape& shape;
-  int64_t base;                // row * T: flat index of position 0
+  int64_t base;                     // row * T: flat index of position 0
   int64_t first, begin, end, last;  // first <= begin: the block is [begin, end), its surroundings [first, last)
-  std::vector<int64_t> start;  // start[t - first]: no tap of t reaches below it
+  std::vector<int64_t> start;       // start[t - first]: no tap of t reaches below it
 
   Stretch(const ShortConvShape& s, int64_t block, bool after) : shape(s) {
     const int64_t blocks = conv_blocks_per_row(s), reach = (s.taps - 1) * s.dilation;
@@ -52,41 +55,36 @@ struct Stretch {
 };
 
 // The rows and scalars of a stretch. Scalars are indexed [t - first][g]; at masked positions they are not read.
-template <typename K>
-struct ConvSource {
+template <typename K> struct ConvSource {
   using A = accumulate_t<K>;
-  const K* rows;           // row of (t, g): rows + (base + t) * token_stride + g * branch_stride
+  const K* rows;                        // row of (t, g): rows + (base + t) * token_stride + g * branch_stride
   int64_t token_stride, branch_stride;  // branch_stride 0: one row for all branches
   const A* scale;
-  const A* self;           // null: the source itself is not added
+  const A* self;  // null: the source itself is not added
 };
 
-// Which row each tap of one position reads, and its scalar: a row of the tile's scratch, or zeros where the tap does not
-// count. Adding those zeros keeps the order of the sum, so that a position's result does not depend on what else is in the
-// batch. With the usual number of taps it lives in registers: a trip through memory would wait, in order, behind the
-// stores of the row before.
-template <typename A>
-struct TapStorage {
+// Which row each tap of one position reads, and its scalar: a row of the tile's scratch, or zeros where the tap does
+// not count. Adding those zeros keeps the order of the sum, so that a position's result does not depend on what else is
+// in the batch. With the usual number of taps it lives in registers: a trip through memory would wait, in order, behind
+// the stores of the row before.
+template <typename A> struct TapStorage {
   std::vector<const A*> rows;
   std::vector<A> scales;
   explicit TapStorage(int64_t taps) : rows(taps), scales(taps) {}
 };
-template <int Taps, typename A>
-struct TapRows {
+template <int Taps, typename A> struct TapRows {
   const A* rows[Taps];
   A scales[Taps];
   explicit TapRows(TapStorage<A>&) {}
 };
-template <typename A>
-struct TapRows<0, A> {
+template <typename A> struct TapRows<0, A> {
   const A** rows;
   A* scales;
   explicit TapRows(TapStorage<A>& storage) : rows(storage.rows.data()), scales(storage.scales.data()) {}
 };
 
 // The taps' weights for one tile of one branch: weight j is `first + j * stride`.
-template <typename A>
-struct TapWeights {
+template <typename A> struct TapWeights {
   const A* first;
   int64_t stride, count;
 };
@@ -107,20 +105,19 @@ ENGRAM_INLINE void convolve(const TapRows<Taps, A>& taps, const TapWeights<A>& w
       step(lanes, d, z, [&](int64_t j) ENGRAM_INLINE_LAMBDA { return inputs[j]; });
     });
   } else {
-    const auto inputs = [&](auto lanes, int64_t j, int64_t d) ENGRAM_INLINE_LAMBDA {
-      return taps.scales[j] * lanes.get(taps.rows[j] + d);
-    };
+    const auto inputs = [&](auto lanes, int64_t j, int64_t d)
+                            ENGRAM_INLINE_LAMBDA { return taps.scales[j] * lanes.get(taps.rows[j] + d); };
     for_each_vec<A>(0, width, [&](auto lanes, int64_t d) ENGRAM_INLINE_LAMBDA {
       vec<A> z{};
-      for (int64_t j = 0; j < weights.count; ++j) z += lanes.get(weights.first + j * weights.stride + d) * inputs(lanes, j, d);
+      for (int64_t j = 0; j < weights.count; ++j)
+        z += lanes.get(weights.first + j * weights.stride + d) * inputs(lanes, j, d);
       step(lanes, d, z, [&](int64_t j) ENGRAM_INLINE_LAMBDA { return inputs(lanes, j, d); });
     });
   }
 }
 
 // A tile of source rows in the accumulation type, [last - first, kTile], and a row of zeros behind them.
-template <typename K>
-struct ConvTile {
+template <typename K> struct ConvTile {
   using A = accumulate_t<K>;
   std::vector<A> buffer;
   A* rows = nullptr;
@@ -134,14 +131,16 @@ struct ConvTile {
     std::fill(zeros, zeros + kTile, A(0));
     for (int64_t i = 0; i < count; ++i) {
       if (stretch.masked(stretch.first + i)) continue;  // never read
-      const K* from = source.rows + (stretch.base + stretch.first + i) * source.token_stride + g * source.branch_stride + tile;
+      const K* from =
+          source.rows + (stretch.base + stretch.first + i) * source.token_stride + g * source.branch_stride + tile;
       for_each_vec<A>(0, width, [&](auto lanes, int64_t d) ENGRAM_INLINE_LAMBDA {
         lanes.put(rows + i * kTile + d, lanes.get(from + d));
       });
     }
   }
   template <int Taps>
-  ENGRAM_INLINE void aim(const Stretch& stretch, const ConvSource<K>& source, int64_t t, int64_t g, TapRows<Taps, A>& taps) const {
+  ENGRAM_INLINE void aim(const Stretch& stretch, const ConvSource<K>& source, int64_t t, int64_t g,
+                         TapRows<Taps, A>& taps) const {
     const int64_t G = stretch.shape.branches, count = Taps ? Taps : stretch.shape.taps;
     for (int64_t j = 0; j < count; ++j) {
       const int64_t from = stretch.source(t, j);
@@ -153,8 +152,9 @@ struct ConvTile {
 
 // out[t, g] = (self * x) + silu(z) (+ hidden) for the block.
 template <int Taps, typename H, typename K>
-ENGRAM_TARGET void conv_forward_block(const Stretch& stretch, const ConvSource<K>& source, const accumulate_t<K>* weights,
-                                      const H* hidden, H* out, ConvTile<K>& tile_rows, TapStorage<accumulate_t<K>>& storage) {
+ENGRAM_TARGET void conv_forward_block(const Stretch& stretch, const ConvSource<K>& source,
+                                      const accumulate_t<K>* weights, const H* hidden, H* out, ConvTile<K>& tile_rows,
+                                      TapStorage<accumulate_t<K>>& storage) {
   using A = accumulate_t<K>;
   const ShortConvShape& s = stretch.shape;
   const int64_t D = s.dim, G = s.branches;
@@ -174,20 +174,20 @@ ENGRAM_TARGET void conv_forward_block(const Stretch& stretch, const ConvSource<K
         tile_rows.template aim<Taps>(stretch, source, t, g, taps);
         const A* x = tile_rows.rows + (t - stretch.first) * kTile;
         const A self = source.self ? source.self[(t - stretch.first) * G + g] : A(0);
-        convolve<Taps>(taps, tap_weights, width, [&](auto lanes, int64_t d, vec<A> z, const auto&) ENGRAM_INLINE_LAMBDA {
-          vec<A> y = s.silu ? z * sigmoid(z) : z;
-          if (source.self) y += self * lanes.get(x + d);
-          if (hidden) y += lanes.get(hidden + at + d);
-          lanes.put(out + at + d, y, streaming);
-        });
+        convolve<Taps>(taps, tap_weights, width,
+                       [&](auto lanes, int64_t d, vec<A> z, const auto&) ENGRAM_INLINE_LAMBDA {
+                         vec<A> y = s.silu ? z * sigmoid(z) : z;
+                         if (source.self) y += self * lanes.get(x + d);
+                         if (hidden) y += lanes.get(hidden + at + d);
+                         lanes.put(out + at + d, y, streaming);
+                       });
       }
     }
   }
   finish_streams();
 }
 
-template <typename A>
-struct ConvScratch {
+template <typename A> struct ConvScratch {
   std::vector<A> grad_z;  // [last - begin, kTile]
   std::vector<A> grad_x;  // [end - begin, D]
 };
@@ -195,10 +195,11 @@ struct ConvScratch {
 // Backward of the block for the branches [g0, g1) that share a source row: adds S to `part` ([K, G, D]), writes
 // P = <grad_out, x> and Q = <q, x> ([end - begin, G], either may be null) and the gradient of the source rows.
 template <int Taps, typename H, typename K>
-ENGRAM_TARGET void conv_backward_block(const Stretch& stretch, const ConvSource<K>& source, const accumulate_t<K>* weights,
-                                       const H* grad_out, int64_t g0, int64_t g1, K* grad_rows, accumulate_t<K>* part,
-                                       accumulate_t<K>* P, accumulate_t<K>* Q, ConvTile<K>& tile_rows,
-                                       TapStorage<accumulate_t<K>>& storage, ConvScratch<accumulate_t<K>>& scratch) {
+ENGRAM_TARGET void conv_backward_block(const Stretch& stretch, const ConvSource<K>& source,
+                                       const accumulate_t<K>* weights, const H* grad_out, int64_t g0, int64_t g1,
+                                       K* grad_rows, accumulate_t<K>* part, accumulate_t<K>* P, accumulate_t<K>* Q,
+                                       ConvTile<K>& tile_rows, TapStorage<accumulate_t<K>>& storage,
+                                       ConvScratch<accumulate_t<K>>& scratch) {
   using A = accumulate_t<K>;
   const ShortConvShape& s = stretch.shape;
   const int64_t D = s.dim, G = s.branches, GD = G * D, K_ = s.taps, begin = stretch.begin, end = stretch.end;
@@ -221,19 +222,20 @@ ENGRAM_TARGET void conv_backward_block(const Stretch& stretch, const ConvSource<
         A* dz = scratch.grad_z.data() + (t - begin) * kTile;
         A* S = part + g * D + tile;
         const bool own = t < end;
-        convolve<Taps>(taps, tap_weights, width, [&](auto lanes, int64_t d, vec<A> z, const auto& input) ENGRAM_INLINE_LAMBDA {
-          vec<A> grad = lanes.get(dy + d);
-          if (s.silu) {
-            const vec<A> sg = sigmoid(z);
-            grad *= sg * (A(1) + z * (A(1) - sg));
-          }
-          lanes.put(dz + d, grad);
-          if (own) {
-            for (int64_t j = 0; j < (Taps ? Taps : K_); ++j) {
-              lanes.put(S + j * GD + d, lanes.get(S + j * GD + d) + grad * input(j));
-            }
-          }
-        });
+        convolve<Taps>(taps, tap_weights, width,
+                       [&](auto lanes, int64_t d, vec<A> z, const auto& input) ENGRAM_INLINE_LAMBDA {
+                         vec<A> grad = lanes.get(dy + d);
+                         if (s.silu) {
+                           const vec<A> sg = sigmoid(z);
+                           grad *= sg * (A(1) + z * (A(1) - sg));
+                         }
+                         lanes.put(dz + d, grad);
+                         if (own) {
+                           for (int64_t j = 0; j < (Taps ? Taps : K_); ++j) {
+                             lanes.put(S + j * GD + d, lanes.get(S + j * GD + d) + grad * input(j));
+                           }
+                         }
+                       });
       }
       // q is the same convolution backwards in time, over grad_z with scale 1.
       for (int64_t t = begin; t < end; ++t) {
@@ -245,18 +247,20 @@ ENGRAM_TARGET void conv_backward_block(const Stretch& stretch, const ConvSource<
           back.scales[j] = A(1);
         }
         const int64_t at = (t - stretch.first) * G + g;
-        const A *x = tile_rows.rows + (t - stretch.first) * kTile, scale = source.scale[at], self = source.self ? source.self[at] : A(0);
+        const A *x = tile_rows.rows + (t - stretch.first) * kTile, scale = source.scale[at],
+                self = source.self ? source.self[at] : A(0);
         const H* dy = grad_out + (stretch.base + t) * GD + g * D + tile;
         A* grad_x = scratch.grad_x.data() + (t - begin) * D + tile;
         vec<A> p{}, qx{};
-        convolve<Taps>(back, tap_weights, width, [&](auto lanes, int64_t d, vec<A> q, const auto&) ENGRAM_INLINE_LAMBDA {
-          const vec<A> v = lanes.get(x + d), gy = lanes.get(dy + d);
-          p += gy * v;
-          qx += q * v;
-          vec<A> grad = scale * q;
-          if (source.self) grad += self * gy;
-          lanes.put(grad_x + d, g == g0 ? grad : lanes.get(grad_x + d) + grad);
-        });
+        convolve<Taps>(back, tap_weights, width,
+                       [&](auto lanes, int64_t d, vec<A> q, const auto&) ENGRAM_INLINE_LAMBDA {
+                         const vec<A> v = lanes.get(x + d), gy = lanes.get(dy + d);
+                         p += gy * v;
+                         qx += q * v;
+                         vec<A> grad = scale * q;
+                         if (source.self) grad += self * gy;
+                         lanes.put(grad_x + d, g == g0 ? grad : lanes.get(grad_x + d) + grad);
+                       });
         P[(t - begin) * G + g] += sum<A>(p);
         Q[(t - begin) * G + g] += sum<A>(qx);
       }

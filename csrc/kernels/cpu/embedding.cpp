@@ -78,8 +78,8 @@ void sort_scatter(const SortKeys& a, int64_t chunk) {
   }
 }
 
-// Leaves bucket `bucket` sorted in keys; scratch holds it on entry. After the scatter, the last chunk's cursor stands at
-// the end of its bucket, which is where the next bucket begins.
+// Leaves bucket `bucket` sorted in keys; scratch holds it on entry. After the scatter, the last chunk's cursor stands
+// at the end of its bucket, which is where the next bucket begins.
 void sort_bucket(const SortKeys& a, int64_t bucket) {
   const int64_t* ends = a.starts + (a.chunks - 1) * kSortBuckets;
   const int64_t begin = bucket ? ends[bucket - 1] : 0, count = ends[bucket] - begin;
@@ -105,13 +105,14 @@ template <typename T> void embedding_backward(const EmbeddingBackward<T>& a, int
   ENGRAM_CALL(embedding_backward, a, begin, end);
 }
 
-#define INSTANTIATE(Index)                                                                       \
-  template int64_t embedding_forward<Index>(const EmbeddingForward<Index>&, int64_t, int64_t);   \
+#define INSTANTIATE(Index)                                                                     \
+  template int64_t embedding_forward<Index>(const EmbeddingForward<Index>&, int64_t, int64_t); \
   template int64_t embedding_keys<Index>(const EmbeddingKeys<Index>&, int64_t, int64_t);
-INSTANTIATE(int32_t) INSTANTIATE(int64_t)
+INSTANTIATE(int32_t)
+INSTANTIATE(int64_t)
 #undef INSTANTIATE
 #define INSTANTIATE(T) template void embedding_backward<T>(const EmbeddingBackward<T>&, int64_t, int64_t);
-ENGRAM_FOR_EACH_FLOAT(INSTANTIATE)
+    ENGRAM_FOR_EACH_FLOAT(INSTANTIATE)
 
 }  // namespace engram::cpu
 

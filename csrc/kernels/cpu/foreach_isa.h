@@ -58,7 +58,7 @@
 #undef ENGRAM_HAS_F16C
 #undef ENGRAM_HAS_AVX512
 
-#define ENGRAM_CALL(function, ...)                                         \
+#define ENGRAM_CALL(function, ...)                                                    \
   (::engram::cpu::isa() == ::engram::cpu::Isa::avx512 ? avx512::function(__VA_ARGS__) \
    : ::engram::cpu::isa() == ::engram::cpu::Isa::avx2 ? avx2::function(__VA_ARGS__)   \
                                                       : baseline::function(__VA_ARGS__))

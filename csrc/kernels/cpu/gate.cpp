@@ -23,13 +23,13 @@ template <typename A> void gate_weights(const GateWeights<A>& a, int64_t begin, 
   }
 }
 
-#define INSTANTIATE(H, K)                                                            \
-  template void gate_forward<H, K>(const GateForward<H, K>&, int64_t, int64_t);      \
+#define INSTANTIATE(H, K)                                                       \
+  template void gate_forward<H, K>(const GateForward<H, K>&, int64_t, int64_t); \
   template void gate_backward<H, K>(const GateBackward<H, K>&, int64_t, int64_t);
 ENGRAM_FOR_EACH_GATE_TYPES(INSTANTIATE)
 #undef INSTANTIATE
-#define INSTANTIATE(A)                                                        \
-  template void multiply<A>(const A*, const A*, A*, int64_t, int64_t);        \
+#define INSTANTIATE(A)                                                 \
+  template void multiply<A>(const A*, const A*, A*, int64_t, int64_t); \
   template void gate_weights<A>(const GateWeights<A>&, int64_t, int64_t);
 INSTANTIATE(float) INSTANTIATE(double)
 
@@ -92,8 +92,9 @@ template <typename H, typename K> void gate_backward(const GateBackward<H, K>& a
           grad_alpha += dy * lanes.get(a.value + i * D + d);
           lanes.put(grad_value.data() + d, lanes.get(grad_value.data() + d) + alpha * dy);
         });
-        gate_grads(sum<A>(grad_alpha), stats, a.grad_out + at, a.hidden + at, a.key + at, a.weight ? a.weight + g * D : nullptr, D,
-                   a.options, a.grad_hidden + at, a.grad_key + at, part ? part + g * D : nullptr);
+        gate_grads(sum<A>(grad_alpha), stats, a.grad_out + at, a.hidden + at, a.key + at,
+                   a.weight ? a.weight + g * D : nullptr, D, a.options, a.grad_hidden + at, a.grad_key + at,
+                   part ? part + g * D : nullptr);
       }
       for_each_vec<A>(0, D, [&](auto lanes, int64_t d) ENGRAM_INLINE_LAMBDA {
         lanes.put(a.grad_value + i * D + d, lanes.get(grad_value.data() + d));

@@ -15,9 +15,9 @@ template <typename H, typename K> void gate_conv_backward(const GateConvBackward
   ENGRAM_CALL(gate_conv_backward, a, begin, end);
 }
 
-#define INSTANTIATE(H, K)                                                                   \
-  template void gate_conv_stats<H, K>(const GateConvForward<H, K>&, int64_t, int64_t);      \
-  template void gate_conv_forward<H, K>(const GateConvForward<H, K>&, int64_t, int64_t);    \
+#define INSTANTIATE(H, K)                                                                \
+  template void gate_conv_stats<H, K>(const GateConvForward<H, K>&, int64_t, int64_t);   \
+  template void gate_conv_forward<H, K>(const GateConvForward<H, K>&, int64_t, int64_t); \
   template void gate_conv_backward<H, K>(const GateConvBackward<H, K>&, int64_t, int64_t);
 ENGRAM_FOR_EACH_GATE_TYPES(INSTANTIATE)
 
@@ -30,7 +30,8 @@ ENGRAM_FOR_EACH_GATE_TYPES(INSTANTIATE)
 
 namespace engram::cpu::ENGRAM_ISA {
 
-template <typename H, typename K> ENGRAM_TARGET void gate_conv_stats(const GateConvForward<H, K>& a, int64_t begin, int64_t end) {
+template <typename H, typename K>
+ENGRAM_TARGET void gate_conv_stats(const GateConvForward<H, K>& a, int64_t begin, int64_t end) {
   using A = accumulate_t<H>;
   const int64_t D = a.shape.dim, G = a.shape.branches, width = G * kGateStats + 1;
   for (int64_t i = begin; i < end; ++i) {
@@ -41,15 +42,15 @@ template <typename H, typename K> ENGRAM_TARGET void gate_conv_stats(const GateC
     }
     for (int64_t g = 0; g < G; ++g) {
       const int64_t at = (i * G + g) * D;
-      gate_scores(a.hidden + at, a.key + at, a.weight ? a.weight + g * D : nullptr, D, a.options, stats + g * kGateStats);
+      gate_scores(a.hidden + at, a.key + at, a.weight ? a.weight + g * D : nullptr, D, a.options,
+                  stats + g * kGateStats);
     }
     stats[width - 1] = sum_squares(a.value + i * D, D) / A(D);
   }
 }
 
 // alpha, beta and rx of every position and branch of a stretch, from the saved statistics.
-template <typename A>
-struct GateScalars {
+template <typename A> struct GateScalars {
   std::vector<A> alpha, beta, rx;
 
   void compute(const Stretch& stretch, const A* stats, A conv_eps, const GateOptions<A>& options) {
@@ -86,7 +87,8 @@ template <int Taps, typename H, typename K>
 ENGRAM_TARGET void gate_conv_backward_parts(const GateConvBackward<H, K>& a, int64_t begin, int64_t end) {
   using A = accumulate_t<H>;
   const ShortConvShape& s = a.shape;
-  const int64_t D = s.dim, G = s.branches, GD = G * D, width = G * kGateStats + 1, blocks = s.batch * conv_blocks_per_row(s);
+  const int64_t D = s.dim, G = s.branches, GD = G * D, width = G * kGateStats + 1,
+                blocks = s.batch * conv_blocks_per_row(s);
   TapStorage<A> taps(s.taps);
   ConvTile<K> tile;
   ConvScratch<A> scratch;
@@ -103,7 +105,8 @@ ENGRAM_TARGET void gate_conv_backward_parts(const GateConvBackward<H, K>& a, int
       P.resize((stretch.end - stretch.begin) * G);
       Q.resize(P.size());
       const ConvSource<K> source{a.value, D, 0, scalars.beta.data(), scalars.alpha.data()};
-      conv_backward_block<Taps>(stretch, source, a.taps, a.grad_out, 0, G, a.grad_value, conv_part, P.data(), Q.data(), tile, taps, scratch);
+      conv_backward_block<Taps>(stretch, source, a.taps, a.grad_out, 0, G, a.grad_value, conv_part, P.data(), Q.data(),
+                                tile, taps, scratch);
       for (int64_t t = stretch.begin; t < stretch.end; ++t) {
         const int64_t i = stretch.base + t;
         if (stretch.masked(t)) {
@@ -124,14 +127,16 @@ ENGRAM_TARGET void gate_conv_backward_parts(const GateConvBackward<H, K>& a, int
   }
 }
 
-template <typename H, typename K> ENGRAM_TARGET void gate_conv_forward(const GateConvForward<H, K>& a, int64_t begin, int64_t end) {
+template <typename H, typename K>
+ENGRAM_TARGET void gate_conv_forward(const GateConvForward<H, K>& a, int64_t begin, int64_t end) {
   using A = accumulate_t<H>;
-  if (a.shape.taps == 4) gate_conv_forward_blocks<kUsualTaps<A>>(a, begin, end);
+  if (a.shape.taps == 4) gate_conv_forward_blocks<kUsualTaps<A> >(a, begin, end);
   else gate_conv_forward_blocks<0>(a, begin, end);
 }
-template <typename H, typename K> ENGRAM_TARGET void gate_conv_backward(const GateConvBackward<H, K>& a, int64_t begin, int64_t end) {
+template <typename H, typename K>
+ENGRAM_TARGET void gate_conv_backward(const GateConvBackward<H, K>& a, int64_t begin, int64_t end) {
   using A = accumulate_t<H>;
-  if (a.shape.taps == 4) gate_conv_backward_parts<kUsualTaps<A>>(a, begin, end);
+  if (a.shape.taps == 4) gate_conv_backward_parts<kUsualTaps<A> >(a, begin, end);
   else gate_conv_backward_parts<0>(a, begin, end);
 }
 

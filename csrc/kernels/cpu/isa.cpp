@@ -15,7 +15,8 @@ bool supported(Isa isa) {
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     case Isa::avx2:  // every processor with AVX2 and FMA has F16C
       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
-    case Isa::baseline: return true;
+    case Isa::baseline:
+      return true;
   }
 #endif
   return isa == Isa::baseline;
@@ -42,9 +43,12 @@ Isa isa() {
 
 const char* isa_name(Isa isa) {
   switch (isa) {
-    case Isa::avx512: return "avx512";
-    case Isa::avx2: return "avx2";
-    default: return "baseline";
+    case Isa::avx512:
+      return "avx512";
+    case Isa::avx2:
+      return "avx2";
+    default:
+      return "baseline";
   }
 }
 

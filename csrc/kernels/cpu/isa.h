@@ -5,7 +5,7 @@ namespace engram::cpu {
 
 enum class Isa { baseline, avx2, avx512 };
 
-Isa isa();                     // chosen once; throws std::invalid_argument when ENGRAM_CPU_ISA cannot be had
+Isa isa();  // chosen once; throws std::invalid_argument when ENGRAM_CPU_ISA cannot be had
 const char* isa_name(Isa);
 
 }  // namespace engram::cpu

@@ -8,7 +8,8 @@ namespace engram::cpu {
 template <typename A> void short_conv_fold(const ShortConvWeights<A>& a, int64_t begin, int64_t end) {
   for (int64_t j = 0; j < a.kernel; ++j) {
     for (int64_t i = begin; i < end; ++i) {
-      a.taps[j * a.count + i] = a.norm_weight ? a.weight[i * a.kernel + j] * a.norm_weight[i] : a.weight[i * a.kernel + j];
+      a.taps[j * a.count + i] =
+          a.norm_weight ? a.weight[i * a.kernel + j] * a.norm_weight[i] : a.weight[i * a.kernel + j];
     }
   }
 }
@@ -33,13 +34,13 @@ template <typename T> void short_conv_backward(const ShortConvBackward<T>& a, in
   ENGRAM_CALL(short_conv_backward, a, begin, end);
 }
 
-#define INSTANTIATE(T)                                                                    \
-  template void short_conv_forward<T>(const ShortConvForward<T>&, int64_t, int64_t);      \
+#define INSTANTIATE(T)                                                               \
+  template void short_conv_forward<T>(const ShortConvForward<T>&, int64_t, int64_t); \
   template void short_conv_backward<T>(const ShortConvBackward<T>&, int64_t, int64_t);
 ENGRAM_FOR_EACH_FLOAT(INSTANTIATE)
 #undef INSTANTIATE
-#define INSTANTIATE(A)                                                                  \
-  template void short_conv_fold<A>(const ShortConvWeights<A>&, int64_t, int64_t);       \
+#define INSTANTIATE(A)                                                            \
+  template void short_conv_fold<A>(const ShortConvWeights<A>&, int64_t, int64_t); \
   template void short_conv_unfold<A>(const ShortConvWeights<A>&, int64_t, int64_t);
 INSTANTIATE(float) INSTANTIATE(double)
 
@@ -51,7 +52,8 @@ INSTANTIATE(float) INSTANTIATE(double)
 
 namespace engram::cpu::ENGRAM_ISA {
 
-template <int Taps, typename T> ENGRAM_TARGET void short_conv_forward_blocks(const ShortConvForward<T>& a, int64_t begin, int64_t end) {
+template <int Taps, typename T>
+ENGRAM_TARGET void short_conv_forward_blocks(const ShortConvForward<T>& a, int64_t begin, int64_t end) {
   using A = accumulate_t<T>;
   const ShortConvShape& s = a.shape;
   const int64_t D = s.dim, G = s.branches;
@@ -79,7 +81,8 @@ template <int Taps, typename T> ENGRAM_TARGET void short_conv_forward_blocks(con
   }
 }
 
-template <int Taps, typename T> ENGRAM_TARGET void short_conv_backward_parts(const ShortConvBackward<T>& a, int64_t begin, int64_t end) {
+template <int Taps, typename T>
+ENGRAM_TARGET void short_conv_backward_parts(const ShortConvBackward<T>& a, int64_t begin, int64_t end) {
   using A = accumulate_t<T>;
   const ShortConvShape& s = a.shape;
   const int64_t blocks = s.batch * conv_blocks_per_row(s), G = s.branches, GD = G * s.dim, size = s.taps * GD;
@@ -95,12 +98,15 @@ template <int Taps, typename T> ENGRAM_TARGET void short_conv_backward_parts(con
       ones.assign((stretch.last - stretch.first) * G, A(1));
       P.resize((stretch.end - stretch.begin) * G);
       Q.resize(P.size());
-      const ConvSource<T> source{a.x, GD, s.dim, a.rstd + (stretch.base + stretch.first) * G, s.residual ? ones.data() : nullptr};
+      const ConvSource<T> source{a.x, GD, s.dim, a.rstd + (stretch.base + stretch.first) * G,
+                                 s.residual ? ones.data() : nullptr};
       for (int64_t g = 0; g < G; ++g) {
-        conv_backward_block<Taps>(stretch, source, a.taps, a.grad_out, g, g + 1, a.grad_x, part, P.data(), Q.data(), tile, taps, scratch);
+        conv_backward_block<Taps>(stretch, source, a.taps, a.grad_out, g, g + 1, a.grad_x, part, P.data(), Q.data(),
+                                  tile, taps, scratch);
       }
       for (int64_t t = stretch.begin; t < stretch.end && s.residual; ++t) {
-        if (stretch.masked(t)) copy_or_zero(a.grad_x + (stretch.base + t) * GD, a.grad_out + (stretch.base + t) * GD, GD);
+        if (stretch.masked(t))
+          copy_or_zero(a.grad_x + (stretch.base + t) * GD, a.grad_out + (stretch.base + t) * GD, GD);
       }
     }
   }
@@ -108,12 +114,13 @@ template <int Taps, typename T> ENGRAM_TARGET void short_conv_backward_parts(con
 
 template <typename T> ENGRAM_TARGET void short_conv_forward(const ShortConvForward<T>& a, int64_t begin, int64_t end) {
   using A = accumulate_t<T>;
-  if (a.shape.taps == 4) short_conv_forward_blocks<kUsualTaps<A>>(a, begin, end);
+  if (a.shape.taps == 4) short_conv_forward_blocks<kUsualTaps<A> >(a, begin, end);
   else short_conv_forward_blocks<0>(a, begin, end);
 }
-template <typename T> ENGRAM_TARGET void short_conv_backward(const ShortConvBackward<T>& a, int64_t begin, int64_t end) {
+template <typename T>
+ENGRAM_TARGET void short_conv_backward(const ShortConvBackward<T>& a, int64_t begin, int64_t end) {
   using A = accumulate_t<T>;
-  if (a.shape.taps == 4) short_conv_backward_parts<kUsualTaps<A>>(a, begin, end);
+  if (a.shape.taps == 4) short_conv_backward_parts<kUsualTaps<A> >(a, begin, end);
   else short_conv_backward_parts<0>(a, begin, end);
 }
 

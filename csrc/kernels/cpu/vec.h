@@ -1,6 +1,7 @@
-// Vectors of one width on every instruction set: 16 floats or 8 doubles, so sums are taken in the same order everywhere.
-// Included once per instruction set by the kernel bodies (no include guard; see foreach_isa.h). GCC vector extensions do
-// the arithmetic; intrinsics appear only where the compiler has no good way of its own (half conversions, reciprocal).
+// Vectors of one width on every instruction set: 16 floats or 8 doubles, so sums are taken in the same order
+// everywhere. Included once per instruction set by the kernel bodies (no include guard; see foreach_isa.h). GCC vector
+// extensions do the arithmetic; intrinsics appear only where the compiler has no good way of its own (half conversions,
+// reciprocal).
 
 #undef ENGRAM_INLINE
 #undef ENGRAM_INLINE_LAMBDA
@@ -16,15 +17,27 @@ typedef uint32_t u32 __attribute__((vector_size(64)));
 typedef uint16_t u16 __attribute__((vector_size(32)));
 
 template <typename A> struct VecOf;
-template <> struct VecOf<float> { using type = f32; };
-template <> struct VecOf<double> { using type = f64; };
+template <> struct VecOf<float> {
+  using type = f32;
+};
+template <> struct VecOf<double> {
+  using type = f64;
+};
 template <typename A> using vec = typename VecOf<A>::type;
 template <typename A> constexpr int64_t kLanes = 64 / sizeof(A);
 
 // ------------------------------------------------------------------------------------------------ load and store
 
-ENGRAM_INLINE f64 load(const double* p) { f64 v; std::memcpy(&v, p, sizeof v); return v; }
-ENGRAM_INLINE f32 load(const float* p) { f32 v; std::memcpy(&v, p, sizeof v); return v; }
+ENGRAM_INLINE f64 load(const double* p) {
+  f64 v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+ENGRAM_INLINE f32 load(const float* p) {
+  f32 v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
 ENGRAM_INLINE f32 load(const BFloat16* p) {
 #if defined(ENGRAM_HAS_AVX512)
   const __m512i wide = _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -61,7 +74,8 @@ ENGRAM_INLINE void store(BFloat16* p, f32 v) {  // round to nearest even; NaN st
 }
 ENGRAM_INLINE void store(Half* p, f32 v) {
 #if defined(ENGRAM_HAS_AVX512)
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_maskz_cvtps_ph(0xffff, reinterpret_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_maskz_cvtps_ph(0xffff, reinterpret_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT));
 #elif defined(ENGRAM_HAS_F16C)
   for (int i = 0; i < 2; ++i) {
     __m256 half;
@@ -87,7 +101,8 @@ template <typename T> ENGRAM_INLINE void store(T* p, vec<accumulate_t<T>> v, int
 
 template <typename A> ENGRAM_INLINE vec<A> broadcast(A x) { return x - vec<A>{}; }
 
-// Past the caches: for outputs too large to be read back from them, which saves fetching the lines first. p on 64 bytes.
+// Past the caches: for outputs too large to be read back from them, which saves fetching the lines first. p on 64
+// bytes.
 ENGRAM_INLINE void stream(float* p, f32 v) {
 #if defined(ENGRAM_HAS_AVX512)
   _mm512_stream_ps(p, reinterpret_cast<__m512>(v));
@@ -101,10 +116,11 @@ ENGRAM_INLINE void stream(float* p, f32 v) {
   store(p, v);
 #endif
 }
-// Whether to stream the rows of an output: float, rows on 64 bytes, and larger than a cache would keep for the next reader.
-// Half types write half a line at a time, which is slower that way.
+// Whether to stream the rows of an output: float, rows on 64 bytes, and larger than a cache would keep for the next
+// reader. Half types write half a line at a time, which is slower that way.
 template <typename T> ENGRAM_INLINE bool streams(const T* out, int64_t dim, int64_t elements) {
-  return std::is_same_v<T, float> && reinterpret_cast<uintptr_t>(out) % 64 == 0 && dim % 16 == 0 && elements >= (int64_t{1} << 21);
+  return std::is_same_v<T, float> && reinterpret_cast<uintptr_t>(out) % 64 == 0 && dim % 16 == 0 &&
+         elements >= (int64_t{1} << 21);
 }
 ENGRAM_INLINE void finish_streams() {
 #if defined(__x86_64__)
@@ -112,7 +128,8 @@ ENGRAM_INLINE void finish_streams() {
 #endif
 }
 
-// One vector-sized step along a row: Full steps load and store whole vectors, the last step of an odd width only n lanes.
+// One vector-sized step along a row: Full steps load and store whole vectors, the last step of an odd width only n
+// lanes.
 struct Full {
   template <typename T> ENGRAM_INLINE auto get(const T* p) const { return load(p); }
   template <typename T> ENGRAM_INLINE void put(T* p, vec<accumulate_t<T>> v) const { store(p, v); }
@@ -138,7 +155,8 @@ template <typename A, typename Step> ENGRAM_INLINE void for_each_vec(int64_t beg
 
 // ------------------------------------------------------------------------------------------------ arithmetic
 
-// The one reduction tree of the library: lane i sums the elements d with d % lanes == i in order of d, then halves fold.
+// The one reduction tree of the library: lane i sums the elements d with d % lanes == i in order of d, then halves
+// fold.
 template <typename A> ENGRAM_INLINE A sum(vec<A> v) {
   A lanes[kLanes<A>];
   std::memcpy(lanes, &v, sizeof v);
@@ -161,9 +179,11 @@ ENGRAM_INLINE f32 exp2_fraction(f32 f) {
 ENGRAM_INLINE f32 sigmoid(f32 x) {
   f32 y = x * -1.44269504088896341f;
 #if defined(ENGRAM_HAS_AVX512)
-  const __m512 clamped = _mm512_maskz_min_ps(0xffff, _mm512_set1_ps(126.0f), reinterpret_cast<__m512>(y));  // the second if one is NaN
+  const __m512 clamped =
+      _mm512_maskz_min_ps(0xffff, _mm512_set1_ps(126.0f), reinterpret_cast<__m512>(y));  // the second if one is NaN
   const __m512 f = _mm512_maskz_reduce_ps(0xffff, clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 power = _mm512_maskz_scalef_ps(0xffff, reinterpret_cast<__m512>(exp2_fraction(reinterpret_cast<f32>(f))), clamped - f);
+  const __m512 power =
+      _mm512_maskz_scalef_ps(0xffff, reinterpret_cast<__m512>(exp2_fraction(reinterpret_cast<f32>(f))), clamped - f);
   const __m512 d = power + 1.0f, r = _mm512_maskz_rcp14_ps(0xffff, d);
   return reinterpret_cast<f32>(r * (2.0f - d * r));  // one Newton step: 14 bits to 28
 #else
