@@ -40,6 +40,11 @@ def times_faster(peer: str, wanted: float, ours: str = "ours") -> Goal:
     return Goal(f"{'' if ours == 'ours' else ours + ' '}against {peer}", wanted, got)
 
 
+def compiled(wanted: float) -> list[Goal]:
+    """Against torch.compile of the reference, and of the demo, for which the factors were set."""
+    return [times_faster("compile", wanted), times_faster("compiled demo", wanted)]
+
+
 BACKWARD_ALONE = "ours, backward alone"
 
 
@@ -75,27 +80,27 @@ F32, BF16 = "float32", "bfloat16"
 # (op, direction, shape, dtype) to goals; lookup and hash goals do not depend on the shape's name.
 TABLE: dict[tuple, list[Goal]] = {
     ("gate_conv", FORWARD, "A", F32): [
-        times_faster("eager", 16), times_faster("compile", 7), times_faster("smart", 3.5), share_of_copy(0.75)],
+        times_faster("eager", 16), *compiled(7), times_faster("smart", 3.5), share_of_copy(0.75)],
     ("gate_conv", FORWARD, "A", BF16): [
-        times_faster("eager", 16), times_faster("compile", 7), times_faster("smart", 2.3), share_of_copy(0.55)],
+        times_faster("eager", 16), *compiled(7), times_faster("smart", 2.3), share_of_copy(0.55)],
     ("gate_conv", BOTH, "A", F32): [
-        times_faster("eager", 24), times_faster("compile", 10), times_faster("smart", 4.5),
+        times_faster("eager", 24), *compiled(10), times_faster("smart", 4.5),
         share_of_copy(0.55, BACKWARD_ALONE)],
     ("gate_conv", BOTH, "A", BF16): [
-        times_faster("eager", 24), times_faster("compile", 10), times_faster("smart", 3.2),
+        times_faster("eager", 24), *compiled(10), times_faster("smart", 3.2),
         share_of_copy(0.55, BACKWARD_ALONE)],
     ("gate_conv", FORWARD, "B", F32): [
-        times_faster("eager", 10), times_faster("compile", 5.5), times_faster("smart", 2), share_of_copy(0.80)],
+        times_faster("eager", 10), *compiled(5.5), times_faster("smart", 2), share_of_copy(0.80)],
     ("gate_conv", FORWARD, "B", BF16): [
-        times_faster("eager", 10), times_faster("compile", 5.5), times_faster("smart", 2), share_of_copy(0.80)],
-    ("gate_conv", BOTH, "B", F32): [times_faster("eager", 13), times_faster("compile", 7), times_faster("smart", 3)],
-    ("gate_conv", BOTH, "B", BF16): [times_faster("eager", 13), times_faster("compile", 7), times_faster("smart", 3)],
-    ("module", FORWARD, "A", F32): [times_faster("eager", 2.4), times_faster("compile", 1.9), times_products(1.15)],
-    ("module", FORWARD, "B", F32): [times_faster("eager", 2.0), times_faster("compile", 1.5), times_products(1.4)],
-    ("module", BOTH, "A", F32): [times_faster("eager", 3.3), times_faster("compile", 2.7), times_products(1.12)],
-    ("module", BOTH, "B", F32): [times_faster("eager", 2.7), times_faster("compile", 1.9), times_products(1.2)],
-    **{("module", FORWARD, shape, BF16): [times_faster("eager", 4), times_faster("compile", 3.8)] for shape in "AB"},
-    **{("module", BOTH, shape, BF16): [times_faster("eager", 5), times_faster("compile", 4.3)] for shape in "AB"},
+        times_faster("eager", 10), *compiled(5.5), times_faster("smart", 2), share_of_copy(0.80)],
+    ("gate_conv", BOTH, "B", F32): [times_faster("eager", 13), *compiled(7), times_faster("smart", 3)],
+    ("gate_conv", BOTH, "B", BF16): [times_faster("eager", 13), *compiled(7), times_faster("smart", 3)],
+    ("module", FORWARD, "A", F32): [times_faster("eager", 2.4), *compiled(1.9), times_products(1.15)],
+    ("module", FORWARD, "B", F32): [times_faster("eager", 2.0), *compiled(1.5), times_products(1.4)],
+    ("module", BOTH, "A", F32): [times_faster("eager", 3.3), *compiled(2.7), times_products(1.12)],
+    ("module", BOTH, "B", F32): [times_faster("eager", 2.7), *compiled(1.9), times_products(1.2)],
+    **{("module", FORWARD, shape, BF16): [times_faster("eager", 4), *compiled(3.8)] for shape in "AB"},
+    **{("module", BOTH, shape, BF16): [times_faster("eager", 5), *compiled(4.3)] for shape in "AB"},
 }
 
 
@@ -120,12 +125,12 @@ def judge(row: dict) -> list[dict]:
     return [verdict for goal in goals_of(row) if (verdict := goal.judge(row))]
 
 
-# A few goals with wide margins that any machine can check within a minute, without a compiler: half of what is wanted.
+# At most half of what is wanted, so that any machine can check it, within a minute and without a compiler.
 GUARDS: list[tuple[str, str, str, str, list[Goal]]] = [
     ("gate_conv", FORWARD, "A", F32, [times_faster("eager", 8)]),
-    ("gate_conv", BOTH, "A", F32, [times_faster("eager", 12)]),
+    ("gate_conv", BOTH, "A", F32, [times_faster("eager", 10)]),
     ("gate_conv", FORWARD, "B", BF16, [times_faster("eager", 5)]),
-    ("ngram_hash", FORWARD, "H", F32, [times_faster("numpy demo", 6), times_faster("torch", 2.5)]),
+    ("ngram_hash", FORWARD, "H", F32, [times_faster("numpy demo", 5), times_faster("torch", 2)]),
     ("embedding", FORWARD, "B", F32, [times_faster("F.embedding", 0.75)]),
     ("module", FORWARD, "A", F32, [times_faster("eager", 1.2)]),
     ("module", BOTH, "A", F32, [times_faster("eager", 1.6)]),

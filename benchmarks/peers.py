@@ -43,21 +43,28 @@ def demo_gate_conv(
     conv_norm_weight: Tensor, *, eps: float, conv_eps: float, dilation: int,
 ) -> Tensor:
     """gate_conv as the layer's official demo does it: branch by branch, in the input's dtype, F.conv1d for the taps."""
-    batch, tokens, branches, width = hidden.shape
-    taps = conv_weight.shape[-1]
-    gates = []
-    for g in range(branches):
+    gated = demo_gate(hidden, key, value, hidden_weight, key_weight, eps=eps)
+    return demo_short_conv(gated, conv_weight, conv_norm_weight, eps=conv_eps, dilation=dilation)
+
+
+def demo_gate(
+    hidden: Tensor, key: Tensor, value: Tensor, hidden_weight: Tensor, key_weight: Tensor, *, eps: float
+) -> Tensor:
+    width, gates = hidden.shape[-1], []
+    for g in range(hidden.shape[2]):
         query = F.rms_norm(hidden[:, :, g], (width,), hidden_weight[g], eps)
         match = (F.rms_norm(key[:, :, g], (width,), key_weight[g], eps) * query).sum(-1) / width**0.5
         gates.append((match.abs().clamp_min(1e-6).sqrt() * match.sign()).sigmoid()[..., None])
-    gated = torch.stack(gates, 2) * value[:, :, None]
+    return torch.stack(gates, 2) * value[:, :, None]
 
-    normed = [F.rms_norm(gated[:, :, g], (width,), conv_norm_weight[g], conv_eps) for g in range(branches)]
-    channels = torch.cat(normed, -1).transpose(1, 2)
-    kernel = conv_weight.reshape(branches * width, 1, taps)
-    z = F.conv1d(channels, kernel, padding=(taps - 1) * dilation, dilation=dilation, groups=branches * width)
-    z = F.silu(z[..., :tokens]).transpose(1, 2).reshape(batch, tokens, branches, width)
-    return gated + z
+
+def demo_short_conv(x: Tensor, weight: Tensor, norm_weight: Tensor, *, eps: float, dilation: int) -> Tensor:
+    batch, tokens, branches, width = x.shape
+    channels, taps = branches * width, weight.shape[-1]
+    normed = [F.rms_norm(x[:, :, g], (width,), norm_weight[g], eps) for g in range(branches)]
+    z = F.conv1d(torch.cat(normed, -1).transpose(1, 2), weight.reshape(channels, 1, taps),
+                 padding=(taps - 1) * dilation, dilation=dilation, groups=channels)
+    return x + F.silu(z[..., :tokens]).transpose(1, 2).reshape(x.shape)
 
 
 class PlainEngram(nn.Module):
@@ -131,14 +138,34 @@ def compiled(function):
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
-def compiled_apart(gate_options: dict, conv_options: dict):
-    """The reference's gate and short_conv as two graphs: inductor does better on them than on one."""
-    gate, conv = compiled(bind(reference.gate, **gate_options)), compiled(bind(reference.short_conv, **conv_options))
+def compiled_apart(gate, short_conv, *, eps: float, conv_eps: float, dilation: int):
+    """gate_conv as two graphs: inductor does much better on the demo's way so, and sometimes on the reference."""
+    gate = compiled(bind(gate, eps=eps))
+    short_conv = compiled(bind(short_conv, eps=conv_eps, dilation=dilation))
 
     def gate_conv(hidden, key, value, hidden_weight, key_weight, conv_weight, conv_norm_weight):
-        return conv(gate(hidden, key, value, hidden_weight, key_weight), conv_weight, conv_norm_weight)
+        return short_conv(gate(hidden, key, value, hidden_weight, key_weight), conv_weight, conv_norm_weight)
 
     return gate_conv
+
+
+def gate_convs(around, compiler: bool, **options) -> list[tuple[str, str, object]]:
+    """Name, group and function of every way to do gate_conv without engram.
+
+    `around(gate_conv)` is the function to measure, which calls gate_conv(*tensors); it is compiled together with it.
+    """
+    plain, demo, smart = (bind(way, **options) for way in (reference.gate_conv, demo_gate_conv, smart_gate_conv))
+    ways = [("eager", "eager", around(plain)), ("demo", "demo", around(demo))]
+    if compiler:
+        apart = compiled_apart(reference.gate, reference.short_conv, **options)
+        demo_apart = compiled_apart(demo_gate, demo_short_conv, **options)
+        ways += [
+            ("compile, one graph", "compile", compiled(around(plain))),
+            ("compile, gate and conv apart", "compile", around(apart)),
+            ("compiled demo", "compiled demo", around(demo_apart)),
+            ("smart, compiled", "smart", compiled(around(smart))),
+        ]
+    return ways
 
 
 def bind(function, **options):

@@ -11,8 +11,9 @@ Written by `python -m benchmarks.run --markdown docs/benchmarks.md`; do not edit
 All ways to do one work are called in turn (A B C A B C ...) in one process, with outputs allocated by each call, after
 their results were compared with each other. A time is the median of the runs; ratios are of medians. "eager" is
 `engram.reference`, "demo" the official demo's way to write it, "compile" the better of compiling the reference as one
-graph or gate and convolution apart, "smart" our kernels' algebra written in plain torch and compiled. GB/s count
-necessary bytes: each input read once, each output written once (`gate_conv` reads `value` twice).
+graph or gate and convolution apart, "compiled demo" the demo's way compiled apart, "smart" our kernels' algebra written
+in plain torch and compiled. GB/s count necessary bytes: each input read once, each output written once (`gate_conv`
+reads `value` twice).
 """
 
 
@@ -144,8 +145,9 @@ def _accuracy(records: list[dict]) -> str:
             lines.append([*case, way, *(f"{error:.1e}" for error in errors.values()), verdict])
         bounds = [f"{record['limits'][name]:.1e}" if name in record["limits"] else "" for name in errors]
         lines.append([*case, "*at most*", *bounds, ""])
-    return "## Accuracy\n\nError of `gate_conv` against float64 on the rounded inputs, norm-wise: output, and " \
-           "gradients of key, hidden and value. In bfloat16 ours may not be worse than the demo's.\n\n" + _table(head, lines)
+    text = "Error of `gate_conv` against float64 on the rounded inputs, norm-wise: output, and gradients of key, " \
+           "hidden and value. Ours in bfloat16 may not be worse than the demo."
+    return f"## Accuracy\n\n{text}\n\n{_table(head, lines)}"
 
 
 def _measurements(rows: list[dict]) -> str:

@@ -232,7 +232,7 @@ def prepare(work: Work) -> list[Contender]:
 
 
 def profile_all(options: argparse.Namespace) -> int:
-    """Ours alone, a hundred times under torch.profiler, with NVTX ranges where there is a GPU; a table for each work."""
+    """Ours alone, a hundred times under torch.profiler, with NVTX ranges where there is a GPU; a table per work."""
     for threads in options.threads or [torch.get_num_threads()]:
         torch.set_num_threads(threads)
         for work in works(choose(options)):

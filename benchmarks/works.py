@@ -130,16 +130,14 @@ def _gate_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
     yield contender("ours", peers.bind(getattr(ops, op), **options))
     if work.direction == BOTH:
         yield _backward_alone(op, leaves, grad, options, work)
+    if op == "gate_conv":
+        for name, group, function in peers.gate_convs(lambda way: way, choice.compiler, **OPTIONS):
+            yield contender(name, function, group, DEMO_TOLERANCE[dtype] if "demo" in name else None)
+        return
     plain = peers.bind(getattr(reference, op), **options)
     yield contender("eager", plain)
-    if op == "gate_conv":
-        yield contender("demo", peers.bind(peers.demo_gate_conv, **OPTIONS), tolerance=DEMO_TOLERANCE[dtype])
     if choice.compiler:
-        yield contender("compile, one graph", peers.compiled(plain), "compile")
-        if op == "gate_conv":
-            apart = peers.compiled_apart(dict(eps=OPTIONS["eps"]), conv)
-            yield contender("compile, gate and conv apart", apart, "compile")
-            yield contender("smart, compiled", peers.compiled(peers.bind(peers.smart_gate_conv, **OPTIONS)), "smart")
+        yield contender("compile", peers.compiled(plain))
 
 
 def _forward(function, leaves: list[Tensor]) -> Callable[[int], Tensor]:
@@ -338,17 +336,9 @@ def _module_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
 
     yield contender("ours", layer)
     yield _bare_products(layer, work)
-    plain = _tail(peers.bind(reference.gate_conv, **OPTIONS))
-    yield contender("eager", peers.PlainEngram(layer, plain))
-    demo = _tail(peers.bind(peers.demo_gate_conv, **OPTIONS))
-    yield contender("demo", peers.PlainEngram(layer, demo), tolerance=DEMO_TOLERANCE[dtype])
-    if choice.compiler:
-        yield contender("compile, one graph", peers.PlainEngram(layer, peers.compiled(plain)), "compile")
-        conv = dict(eps=OPTIONS["conv_eps"], dilation=OPTIONS["dilation"])
-        apart = _tail(peers.compiled_apart(dict(eps=OPTIONS["eps"]), conv))
-        yield contender("compile, gate and conv apart", peers.PlainEngram(layer, apart), "compile")
-        smart = peers.compiled(_tail(peers.bind(peers.smart_gate_conv, **OPTIONS)))
-        yield contender("smart, compiled", peers.PlainEngram(layer, smart), "smart")
+    for name, group, tail in peers.gate_convs(_tail, choice.compiler, **OPTIONS):
+        tolerance = DEMO_TOLERANCE[dtype] if "demo" in name else None
+        yield contender(name, peers.PlainEngram(layer, tail), group, tolerance)
 
 
 def _tail(gate_conv):
