@@ -11,11 +11,14 @@ from typing import Any, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from engram import ops, tables
+from engram import _C, ops, tables
 from engram.boundaries import check_tokenwise, describe, document_runs, visible_tokens
 from engram.config import EngramConfig
 from engram.storage import empty_table, huge_page_share
 from engram.vocab import TokenMap
+
+_HALF = (torch.bfloat16, torch.float16)
+_SLOW_HALF = [dtype for dtype in _HALF if not _C.half_products(str(dtype).removeprefix("torch."))]
 
 __all__ = ["NgramHash", "MultiHeadEmbedding", "ContextGate", "ShortConv", "Engram"]
 
@@ -485,8 +488,8 @@ class Engram(nn.Module):
             rows = rows[config.layer_ids.index(self.layer_id)]
 
         memory = self.embedding(rows, visible).flatten(-2).to(self.key_proj.weight.dtype)
-        key = self.key_proj(memory).unflatten(-1, (config.branches, config.hidden_size))
-        value = self.value_proj(memory)
+        key = project(self.key_proj, memory).unflatten(-1, (config.branches, config.hidden_size))
+        value = project(self.value_proj, memory)
         if self.conv is None:
             out = self.gate(streams, key, value, mask=visible, residual=residual)
         else:
@@ -592,6 +595,14 @@ def _empty_weight(rows: int, dim: int, device: torch.device | str | None, dtype:
     if type(like) is Tensor and like.device.type == "cpu":
         return empty_table(rows, dim, dtype=like.dtype)
     return like.new_empty(rows, dim)
+
+
+def project(linear: nn.Linear, x: Tensor) -> Tensor:
+    """`linear(x)`; half types in float32, rounded once, on a CPU that has no instructions for their products."""
+    if x.device.type != "cpu" or x.dtype not in _SLOW_HALF or torch.is_autocast_enabled("cpu"):
+        return linear(x)
+    bias = None if linear.bias is None else linear.bias.float()
+    return nn.functional.linear(x.float(), linear.weight.float(), bias).to(x.dtype)
 
 
 def norm_eps(config: EngramConfig, hidden: Tensor) -> float:

@@ -22,19 +22,20 @@ using namespace engram;
 std::mt19937_64 rng(0);
 int64_t uniform(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(rng); }
 
-template <typename T>
-struct Buffer {
+template <typename T> struct Buffer {
   T* memory;
   T* data;  // `shift` elements behind an address that is aligned for every access
   int64_t n;
-  explicit Buffer(int64_t count, int64_t shift = 0) : memory(static_cast<T*>(std::malloc((count + shift) * sizeof(T)))), data(memory + shift), n(count) {
+  explicit Buffer(int64_t count, int64_t shift = 0)
+      : memory(static_cast<T*>(std::malloc((count + shift) * sizeof(T)))), data(memory + shift), n(count) {
     std::memset(static_cast<void*>(memory), 0xff, (count + shift) * sizeof(T));
   }
   ~Buffer() { std::free(memory); }
   Buffer(const Buffer&) = delete;
   T& operator[](int64_t i) { return data[i]; }
   void normal(double mean = 0) {
-    for (int64_t i = 0; i < n; ++i) data[i] = static_cast<T>(static_cast<float>(std::normal_distribution<double>(mean)(rng)));
+    for (int64_t i = 0; i < n; ++i)
+      data[i] = static_cast<T>(static_cast<float>(std::normal_distribution<double>(mean)(rng)));
   }
   void integers(int64_t low, int64_t high) {
     for (int64_t i = 0; i < n; ++i) data[i] = static_cast<T>(uniform(low, high));
@@ -47,28 +48,38 @@ void check(bool ok, const std::string& what) {
   ++failures;
   std::printf("FAILED %s\n", what.c_str());
 }
-void check(cudaError_t error, const std::string& what) { check(error == cudaSuccess, what + ": error " + std::to_string(error)); }
+void check(cudaError_t error, const std::string& what) {
+  check(error == cudaSuccess, what + ": error " + std::to_string(error));
+}
 
 template <typename T> const char* name_of() {
-  return std::is_same_v<T, double> ? "float64" : std::is_same_v<T, float> ? "float32" : std::is_same_v<T, Half> ? "float16" : "bfloat16";
+  return std::is_same_v<T, double>  ? "float64"
+         : std::is_same_v<T, float> ? "float32"
+         : std::is_same_v<T, Half>  ? "float16"
+                                    : "bfloat16";
 }
-template <typename T> constexpr double kTolerance = std::is_same_v<T, double> ? 1e-12 : std::is_same_v<T, float> ? 2e-6 : std::is_same_v<T, Half> ? 1e-3 : 8e-3;
+template <typename T>
+constexpr double kTolerance = std::is_same_v<T, double>  ? 1e-12
+                              : std::is_same_v<T, float> ? 2e-6
+                              : std::is_same_v<T, Half>  ? 1e-3
+                                                         : 8e-3;
 
 // Norm-wise.
-template <typename T>
-void compare(Buffer<T>& got, Buffer<T>& expected, const std::string& what) {
+template <typename T> void compare(Buffer<T>& got, Buffer<T>& expected, const std::string& what) {
   double error = 0, size = 0;
   for (int64_t i = 0; i < got.n; ++i) {
     const double e = static_cast<double>(expected[i]), d = static_cast<double>(got[i]) - e;
     error += d * d;
     size += e * e;
   }
-  check(error <= kTolerance<T> * kTolerance<T> * size, what + " " + name_of<T>() + ": relative error " + std::to_string(std::sqrt(error / size)));
+  check(error <= kTolerance<T> * kTolerance<T> * size,
+        what + " " + name_of<T>() + ": relative error " + std::to_string(std::sqrt(error / size)));
 }
 
 // ---- Hash ----
 
-void test_hash(int64_t B, int64_t T, int64_t L, int64_t N, int64_t heads, bool map, bool documents, bool masked, bool history) {
+void test_hash(int64_t B, int64_t T, int64_t L, int64_t N, int64_t heads, bool map, bool documents, bool masked,
+               bool history) {
   const int64_t C = (N - 1) * heads, V = 40;
   Buffer<int64_t> ids(B * T), multipliers(L * N), moduli(L * C), offsets(L * C), document_ids(B * T), past(B * (N - 1));
   Buffer<int32_t> token_map(V);
@@ -77,7 +88,8 @@ void test_hash(int64_t B, int64_t T, int64_t L, int64_t N, int64_t heads, bool m
   if (map) ids.integers(0, V - 1);
   else ids.integers(INT64_MIN, INT64_MAX);
   multipliers.integers(INT64_MIN, INT64_MAX);
-  for (int64_t i = 0; i < L * C; ++i) moduli[i] = (uniform(0, 1) ? 1 : INT64_MAX / 2) >> uniform(0, 61), moduli[i] += moduli[i] == 0;
+  for (int64_t i = 0; i < L * C; ++i)
+    moduli[i] = (uniform(0, 1) ? 1 : INT64_MAX / 2) >> uniform(0, 61), moduli[i] += moduli[i] == 0;
   offsets.integers(0, 1000);
   token_map.integers(0, 20);
   document_ids.integers(0, 1);
@@ -85,8 +97,22 @@ void test_hash(int64_t B, int64_t T, int64_t L, int64_t N, int64_t heads, bool m
   for (int64_t i = 0; i < B * T; ++i) mask[i] = uniform(0, 5) > 0;
   if (map && masked)
     for (int64_t i = 0; i < B * T; ++i) ids[i] = mask[i] ? ids[i] : INT64_MIN;  // what is masked is never read
-  NgramHash a{ids.data, multipliers.data, moduli.data, offsets.data, map ? token_map.data : nullptr, documents ? document_ids.data : nullptr,
-              masked ? mask.data : nullptr, history ? past.data : nullptr, expected.data, map ? token_map[2] : 2, B, T, L, N, C, map ? V : 0};
+  NgramHash a{ids.data,
+              multipliers.data,
+              moduli.data,
+              offsets.data,
+              map ? token_map.data : nullptr,
+              documents ? document_ids.data : nullptr,
+              masked ? mask.data : nullptr,
+              history ? past.data : nullptr,
+              expected.data,
+              map ? token_map[2] : 2,
+              B,
+              T,
+              L,
+              N,
+              C,
+              map ? V : 0};
   check(cpu::ngram_hash(a, 0, B * T) == kNoBadId, "ids inside the map");
   a.rows = got.data;
   a.pad = 2;
@@ -106,7 +132,8 @@ void test_hash(int64_t B, int64_t T, int64_t L, int64_t N, int64_t heads, bool m
 // ---- Embedding ----
 
 template <typename T, typename Index>
-void test_embedding(int64_t tokens, int64_t C, int64_t R, int64_t d, bool shard, bool masked, int64_t hot, int64_t shift) {
+void test_embedding(int64_t tokens, int64_t C, int64_t R, int64_t d, bool shard, bool masked, int64_t hot,
+                    int64_t shift) {
   const int64_t slots = tokens * C, first = shard ? 100 : 0;
   const std::string what = "embedding " + std::to_string(slots) + "x" + std::to_string(d);
   Buffer<T> table(R * d, shift), got(slots * d, shift), expected(slots * d);
@@ -117,8 +144,16 @@ void test_embedding(int64_t tokens, int64_t C, int64_t R, int64_t d, bool shard,
   for (int64_t i = 0; i < slots; ++i)
     if (uniform(0, 99) < hot) rows[i] = static_cast<Index>(first + R / 2);
   for (int64_t i = 0; i < tokens; ++i) mask[i] = uniform(0, 3) > 0;
-  EmbeddingForward<Index> f{reinterpret_cast<const char*>(table.data), rows.data, masked ? mask.data : nullptr, reinterpret_cast<char*>(expected.data),
-                            slots, C, R, d * static_cast<int64_t>(sizeof(T)), first, shard};
+  EmbeddingForward<Index> f{reinterpret_cast<const char*>(table.data),
+                            rows.data,
+                            masked ? mask.data : nullptr,
+                            reinterpret_cast<char*>(expected.data),
+                            slots,
+                            C,
+                            R,
+                            d * static_cast<int64_t>(sizeof(T)),
+                            first,
+                            shard};
   check(cpu::embedding_forward(f, 0, slots) == kNoBadRow, "rows inside");
   f.out = reinterpret_cast<char*>(got.data);
   int32_t bad = 0;
@@ -153,8 +188,10 @@ void test_gate(int64_t tokens, int64_t G, int64_t D, bool masked, bool residual,
   using A = accumulate_t<H>;
   const std::string what = "gate " + std::to_string(tokens) + "x" + std::to_string(G) + "x" + std::to_string(D);
   const int64_t n = tokens * G * D, parts = 3;
-  Buffer<H> hidden(n, shift), grad_out(n, shift), out(n, shift), out_expected(n), grad_hidden(n, shift), grad_hidden_expected(n);
-  Buffer<K> key(n, shift), value(tokens * D, shift), grad_key(n, shift), grad_key_expected(n), grad_value(tokens * D, shift), grad_value_expected(tokens * D);
+  Buffer<H> hidden(n, shift), grad_out(n, shift), out(n, shift), out_expected(n), grad_hidden(n, shift),
+      grad_hidden_expected(n);
+  Buffer<K> key(n, shift), value(tokens * D, shift), grad_key(n, shift), grad_key_expected(n),
+      grad_value(tokens * D, shift), grad_value_expected(tokens * D);
   Buffer<A> weight(G * D, shift), w1(G * D), w2(G * D), stats(tokens * G * 3), stats_expected(tokens * G * 3);
   Buffer<A> partials(parts * G * D, shift), partials_expected(parts * G * D), product(G * D);
   Buffer<A> grad_w1(G * D), grad_w2(G * D), grad_w1_expected(G * D), grad_w2_expected(G * D);
@@ -168,8 +205,17 @@ void test_gate(int64_t tokens, int64_t G, int64_t D, bool masked, bool residual,
   for (int64_t i = 0; i < G * D; ++i) check(product[i] == w1[i] * w2[i], what + " product");
 
   const GateOptions<A> options{A(1e-6), A(1e-6), weights, weights, false, residual};
-  GateForward<H, K> f{hidden.data, key.data, value.data, weights ? weight.data : nullptr, masked ? mask.data : nullptr, out_expected.data,
-                      stats_expected.data, tokens, G, D, options};
+  GateForward<H, K> f{hidden.data,
+                      key.data,
+                      value.data,
+                      weights ? weight.data : nullptr,
+                      masked ? mask.data : nullptr,
+                      out_expected.data,
+                      stats_expected.data,
+                      tokens,
+                      G,
+                      D,
+                      options};
   cpu::gate_forward(f, 0, tokens);
   f.out = out.data;
   f.stats = stats.data;
@@ -177,16 +223,32 @@ void test_gate(int64_t tokens, int64_t G, int64_t D, bool masked, bool residual,
   compare(out, out_expected, what);
   compare(stats, stats_expected, what + " stats");
 
-  GateBackward<H, K> b{grad_out.data, hidden.data, key.data, value.data, f.weight, stats_expected.data, f.mask, grad_hidden_expected.data,
-                       grad_key_expected.data, grad_value_expected.data, partials_expected.data, tokens, G, D, parts, options};
+  GateBackward<H, K> b{grad_out.data,
+                       hidden.data,
+                       key.data,
+                       value.data,
+                       f.weight,
+                       stats_expected.data,
+                       f.mask,
+                       grad_hidden_expected.data,
+                       grad_key_expected.data,
+                       grad_value_expected.data,
+                       partials_expected.data,
+                       tokens,
+                       G,
+                       D,
+                       parts,
+                       options};
   cpu::gate_backward(b, 0, parts);
-  b.grad_hidden = grad_hidden.data, b.grad_key = grad_key.data, b.grad_value = grad_value.data, b.partials = partials.data;
+  b.grad_hidden = grad_hidden.data, b.grad_key = grad_key.data, b.grad_value = grad_value.data,
+  b.partials = partials.data;
   check(cuda::gate_backward(b, nullptr), what);
   compare(grad_hidden, grad_hidden_expected, what + " grad_hidden");
   compare(grad_key, grad_key_expected, what + " grad_key");
   compare(grad_value, grad_value_expected, what + " grad_value");
   compare(partials, partials_expected, what + " partials");
-  GateWeights<A> w{partials_expected.data, w1.data, w2.data, grad_w1_expected.data, grad_w2_expected.data, parts, G * D};
+  GateWeights<A> w{partials_expected.data, w1.data, w2.data, grad_w1_expected.data,
+                   grad_w2_expected.data,  parts,   G * D};
   cpu::gate_weights(w, 0, G * D);
   w.grad_hidden_weight = grad_w1.data, w.grad_key_weight = grad_w2.data;
   check(cuda::gate_weights(w, nullptr), what);
@@ -197,13 +259,15 @@ void test_gate(int64_t tokens, int64_t G, int64_t D, bool masked, bool residual,
 // ---- Short convolution ----
 
 template <typename T>
-void test_short_conv(int64_t B, int64_t tokens, int64_t G, int64_t D, int64_t K, int64_t dilation, bool norm, bool documents, bool masked,
-                     bool residual = true, int64_t shift = 0) {
+void test_short_conv(int64_t B, int64_t tokens, int64_t G, int64_t D, int64_t K, int64_t dilation, bool norm,
+                     bool documents, bool masked, bool residual = true, int64_t shift = 0) {
   using A = accumulate_t<T>;
-  const std::string what = "short_conv " + std::to_string(tokens) + "x" + std::to_string(G) + "x" + std::to_string(D) + " K " + std::to_string(K);
+  const std::string what = "short_conv " + std::to_string(tokens) + "x" + std::to_string(G) + "x" + std::to_string(D) +
+                           " K " + std::to_string(K);
   const int64_t n = B * tokens * G * D, parts = 2;
   Buffer<T> x(n, shift), grad_out(n, shift), out(n, shift), out_expected(n), grad(n, shift), grad_expected(n);
-  Buffer<A> weight(G * D * K), norm_weight(G * D), taps(K * G * D), taps_expected(K * G * D), rstd(B * tokens * G), rstd_expected(B * tokens * G);
+  Buffer<A> weight(G * D * K), norm_weight(G * D), taps(K * G * D), taps_expected(K * G * D), rstd(B * tokens * G),
+      rstd_expected(B * tokens * G);
   Buffer<A> partials(parts * K * G * D), partials_expected(parts * K * G * D);
   Buffer<A> grad_weight(G * D * K), grad_weight_expected(G * D * K), grad_norm(G * D), grad_norm_expected(G * D);
   Buffer<int64_t> document_ids(B * tokens);
@@ -213,14 +277,31 @@ void test_short_conv(int64_t B, int64_t tokens, int64_t G, int64_t D, int64_t K,
     mask[i] = uniform(0, 3) > 0;
     document_ids[i] = i && uniform(0, 9) ? document_ids[i - 1] : uniform(0, 1);
   }
-  ShortConvWeights<A> w{weight.data, norm ? norm_weight.data : nullptr, taps_expected.data, partials_expected.data, grad_weight_expected.data,
-                        grad_norm_expected.data, parts, K, G * D};
+  ShortConvWeights<A> w{weight.data,
+                        norm ? norm_weight.data : nullptr,
+                        taps_expected.data,
+                        partials_expected.data,
+                        grad_weight_expected.data,
+                        grad_norm_expected.data,
+                        parts,
+                        K,
+                        G * D};
   cpu::short_conv_fold(w, 0, G * D);
   w.taps = taps.data;
   check(cuda::short_conv_fold(w, nullptr), what);
   compare(taps, taps_expected, what + " taps");
 
-  const ShortConvShape shape{B, tokens, G, D, K, dilation, norm, true, residual, documents ? document_ids.data : nullptr, masked ? mask.data : nullptr};
+  const ShortConvShape shape{B,
+                             tokens,
+                             G,
+                             D,
+                             K,
+                             dilation,
+                             norm,
+                             true,
+                             residual,
+                             documents ? document_ids.data : nullptr,
+                             masked ? mask.data : nullptr};
   ShortConvForward<T> f{x.data, taps.data, out_expected.data, rstd_expected.data, A(1e-5), shape};
   cpu::short_conv_forward(f, 0, B * conv_blocks_per_row(shape));
   f.out = out.data, f.rstd = rstd.data;
@@ -228,7 +309,8 @@ void test_short_conv(int64_t B, int64_t tokens, int64_t G, int64_t D, int64_t K,
   compare(out, out_expected, what);
   compare(rstd, rstd_expected, what + " rstd");
 
-  ShortConvBackward<T> b{grad_out.data, x.data, taps.data, rstd_expected.data, grad_expected.data, partials_expected.data, parts, shape};
+  ShortConvBackward<T> b{grad_out.data,          x.data, taps.data, rstd_expected.data, grad_expected.data,
+                         partials_expected.data, parts,  shape};
   cpu::short_conv_backward(b, 0, parts);
   b.grad_x = grad.data, b.partials = partials.data;
   check(cuda::short_conv_backward(b, nullptr), what);
@@ -244,15 +326,18 @@ void test_short_conv(int64_t B, int64_t tokens, int64_t G, int64_t D, int64_t K,
 // ---- Gate and short convolution in one ----
 
 template <typename H, typename K>
-void test_gate_conv(int64_t B, int64_t tokens, int64_t G, int64_t D, int64_t taps_count, int64_t dilation, bool norm, bool documents, bool masked,
-                    bool residual) {
+void test_gate_conv(int64_t B, int64_t tokens, int64_t G, int64_t D, int64_t taps_count, int64_t dilation, bool norm,
+                    bool documents, bool masked, bool residual) {
   using A = accumulate_t<H>;
-  const std::string what = "gate_conv " + std::to_string(tokens) + "x" + std::to_string(G) + "x" + std::to_string(D) + " K " + std::to_string(taps_count);
+  const std::string what = "gate_conv " + std::to_string(tokens) + "x" + std::to_string(G) + "x" + std::to_string(D) +
+                           " K " + std::to_string(taps_count);
   const int64_t all = B * tokens, n = all * G * D, parts = 2, width = 3 * G + 1;
   Buffer<H> hidden(n), grad_out(n), out(n), out_expected(n), grad_hidden(n), grad_hidden_expected(n);
-  Buffer<K> key(n), value(all * D), grad_key(n), grad_key_expected(n), grad_value(all * D), grad_value_expected(all * D);
+  Buffer<K> key(n), value(all * D), grad_key(n), grad_key_expected(n), grad_value(all * D),
+      grad_value_expected(all * D);
   Buffer<A> weight(G * D), taps(taps_count * G * D), stats(all * width), stats_expected(all * width);
-  Buffer<A> R(parts * G * D), R_expected(parts * G * D), S(parts * taps_count * G * D), S_expected(parts * taps_count * G * D);
+  Buffer<A> R(parts * G * D), R_expected(parts * G * D), S(parts * taps_count * G * D),
+      S_expected(parts * taps_count * G * D);
   Buffer<int64_t> document_ids(all);
   Buffer<bool> mask(all);
   hidden.normal(), key.normal(), value.normal(), grad_out.normal(), weight.normal(1), taps.normal();
@@ -260,9 +345,20 @@ void test_gate_conv(int64_t B, int64_t tokens, int64_t G, int64_t D, int64_t tap
     mask[i] = uniform(0, 3) > 0;
     document_ids[i] = i && uniform(0, 9) ? document_ids[i - 1] : uniform(0, 1);
   }
-  const ShortConvShape shape{B, tokens, G, D, taps_count, dilation, norm, true, true, documents ? document_ids.data : nullptr, masked ? mask.data : nullptr};
+  const ShortConvShape shape{B,
+                             tokens,
+                             G,
+                             D,
+                             taps_count,
+                             dilation,
+                             norm,
+                             true,
+                             true,
+                             documents ? document_ids.data : nullptr,
+                             masked ? mask.data : nullptr};
   const GateOptions<A> options{A(1e-6), A(1e-6), true, true, false, residual};
-  GateConvForward<H, K> f{hidden.data, key.data, value.data, weight.data, taps.data, out_expected.data, stats_expected.data, A(1e-5), options, shape};
+  GateConvForward<H, K> f{hidden.data,         key.data, value.data, weight.data, taps.data, out_expected.data,
+                          stats_expected.data, A(1e-5),  options,    shape};
   cpu::gate_conv_stats(f, 0, all);
   cpu::gate_conv_forward(f, 0, B * conv_blocks_per_row(shape));
   f.out = out.data, f.stats = stats.data;
@@ -271,8 +367,23 @@ void test_gate_conv(int64_t B, int64_t tokens, int64_t G, int64_t D, int64_t tap
   compare(stats, stats_expected, what + " stats");
 
   Buffer<A> scratch(gate_conv_scratch(shape));
-  GateConvBackward<H, K> b{grad_out.data, hidden.data, key.data, value.data, weight.data, taps.data, stats_expected.data, grad_hidden_expected.data,
-                           grad_key_expected.data, grad_value_expected.data, R_expected.data, S_expected.data, nullptr, parts, A(1e-5), options, shape};
+  GateConvBackward<H, K> b{grad_out.data,
+                           hidden.data,
+                           key.data,
+                           value.data,
+                           weight.data,
+                           taps.data,
+                           stats_expected.data,
+                           grad_hidden_expected.data,
+                           grad_key_expected.data,
+                           grad_value_expected.data,
+                           R_expected.data,
+                           S_expected.data,
+                           nullptr,
+                           parts,
+                           A(1e-5),
+                           options,
+                           shape};
   cpu::gate_conv_backward(b, 0, parts);
   b.grad_hidden = grad_hidden.data, b.grad_key = grad_key.data, b.grad_value = grad_value.data;
   b.gate_partials = R.data, b.conv_partials = S.data, b.scratch = scratch.data;
@@ -291,7 +402,7 @@ void test_all() {
   test_hash(2, 3, 2, 5, 2, true, false, true, true);
 
   test_embedding<float, int64_t>(40, 4, 37, 32, false, false, 0, 0);
-  test_embedding<float, int32_t>(600, 4, 20, 12, true, true, 70, 0);    // a row over more than 32 chunks
+  test_embedding<float, int32_t>(600, 4, 20, 12, true, true, 70, 0);  // a row over more than 32 chunks
   test_embedding<double, int64_t>(30, 2, 9, 5, false, true, 20, 0);
   test_embedding<BFloat16, int64_t>(50, 3, 30, 80, true, false, 30, 0);
   test_embedding<Half, int32_t>(60, 2, 11, 264, false, true, 50, 0);
@@ -303,9 +414,9 @@ void test_all() {
   test_gate<double, double>(5, 1, 34, true, false, true);
   test_gate<Half, Half>(6, 1, 48, false, true, false);
   test_gate<BFloat16, BFloat16>(9, 4, 128, true, true, true);
-  test_gate<BFloat16, BFloat16>(4, 4, 2568, false, true, true);          // more columns a thread
-  test_gate<BFloat16, BFloat16>(5, 3, 40, true, false, true);            // any number of branches
-  test_gate<BFloat16, BFloat16>(5, 4, 64, true, true, true, 1);          // misaligned
+  test_gate<BFloat16, BFloat16>(4, 4, 2568, false, true, true);  // more columns a thread
+  test_gate<BFloat16, BFloat16>(5, 3, 40, true, false, true);    // any number of branches
+  test_gate<BFloat16, BFloat16>(5, 4, 64, true, true, true, 1);  // misaligned
   test_gate<float, BFloat16>(6, 4, 96, true, true, true);
   test_gate<float, Half>(6, 2, 33, true, false, true);
   test_gate<float, float>(3, 2, 2564, false, true, true);
@@ -318,15 +429,15 @@ void test_all() {
   test_short_conv<BFloat16>(2, 140, 1, 48, 4, 2, true, true, true);
   test_short_conv<Half>(1, 30, 4, 24, 4, 3, true, false, true);
   test_short_conv<BFloat16>(1, 20, 2, 24, 4, 3, true, true, true, true, 1);  // misaligned
-  test_short_conv<float>(1, 20, 2, 7, 5, 3, true, true, true);           // any number of taps
-  test_short_conv<float>(2, 25, 1, 33, 3, 70, true, true, true, false);  // any dilation
-  test_short_conv<BFloat16>(1, 9, 1, 2600, 4, 3, true, false, true);     // more columns than the backward has threads
+  test_short_conv<float>(1, 20, 2, 7, 5, 3, true, true, true);               // any number of taps
+  test_short_conv<float>(2, 25, 1, 33, 3, 70, true, true, true, false);      // any dilation
+  test_short_conv<BFloat16>(1, 9, 1, 2600, 4, 3, true, false, true);  // more columns than the backward has threads
 
   test_gate_conv<float, float>(2, 70, 4, 64, 4, 3, true, true, true, true);
   test_gate_conv<BFloat16, BFloat16>(1, 131, 1, 320, 4, 3, true, false, true, false);
   test_gate_conv<double, double>(1, 12, 4, 34, 2, 2, false, true, true, true);
   test_gate_conv<float, Half>(2, 9, 4, 136, 3, 2, true, true, true, true);
-  test_gate_conv<Half, Half>(1, 9, 3, 33, 5, 2, true, true, true, true);         // any shape
+  test_gate_conv<Half, Half>(1, 9, 3, 33, 5, 2, true, true, true, true);  // any shape
   test_gate_conv<BFloat16, BFloat16>(1, 5, 1, 2568, 4, 3, true, false, true, true);
 }
 

@@ -228,3 +228,24 @@ def test_devices_do_not_mix(argument):
     inputs[argument] = inputs[argument].to("meta")
     with pytest.raises(ValueError, match=rf"^ngram_hash: .*{argument} on meta"):
         ops.ngram_hash(**inputs)
+
+
+@pytest.mark.parametrize("moduli", [
+    [4096, 4099, 646403, 16000057, 2**31 - 1, 2**40 + 15, 2**61 - 1, 2**62 - 1],  # all of them fit the vector path
+    [1, 2, 3, 7, 4095, 4096, 2**62, 2**63 - 1],
+    [20000003],
+])
+def test_the_modulus_is_exact(moduli):
+    """Without a division, but as `%` has it: ten million values, multiples of every modulus and the ends of int64."""
+    generator = torch.Generator().manual_seed(0)
+    high = torch.randint(-(2**31), 2**31, (1_250_000,), generator=generator) << 32
+    random = (high | torch.randint(0, 2**32, high.shape, generator=generator)) >> torch.arange(high.numel()) % 63
+    edges = [0, 1, -1, INT64_MAX, INT64_MAX - 1, -INT64_MAX - 1, -INT64_MAX]
+    for p in moduli:
+        for k in (1, 2, INT64_MAX // p // 2, INT64_MAX // p):
+            edges += [sign * k * p + d for sign in (1, -1) for d in (-1, 0, 1)]
+    edges = [edge for edge in edges if -INT64_MAX - 1 <= edge <= INT64_MAX]
+    ids = torch.cat([random, torch.tensor(edges)])[None]
+    column = torch.tensor([moduli])
+    constants = dict(multipliers=torch.tensor([[1, 0]]), moduli=column, offsets=torch.zeros_like(column), pad_id=0)
+    assert torch.equal(ops.ngram_hash(ids, **constants)[0, 0], ids[0, :, None] % column)

@@ -1,7 +1,5 @@
 #ifndef ENGRAM_ISA
 #include "kernels/embedding.h"
-#define ENGRAM_BODY "kernels/cpu/embedding.cpp"
-#include "kernels/cpu/foreach_isa.h"
 
 namespace engram::cpu {
 namespace {
@@ -14,31 +12,16 @@ template <typename Args> int64_t local_row(const Args& a, int64_t slot) {
   return a.shard ? a.table_rows : -1;
 }
 
-// Far enough ahead for a row to arrive from memory, near enough to stay in the first-level cache until it is used.
-constexpr int64_t kPrefetchSlots = 16;
-
 }  // namespace
+}  // namespace engram::cpu
+
+#define ENGRAM_BODY "kernels/cpu/embedding.cpp"
+#include "kernels/cpu/foreach_isa.h"
+
+namespace engram::cpu {
 
 template <typename Index> int64_t embedding_forward(const EmbeddingForward<Index>& a, int64_t begin, int64_t end) {
-  int64_t bad = kNoBadRow;
-  for (int64_t slot = begin; slot < end; ++slot) {
-    if (slot + kPrefetchSlots < end) {
-      const int64_t ahead = local_row(a, slot + kPrefetchSlots);
-      if (ahead >= 0 && ahead < a.table_rows) {
-        const char* p = a.table + ahead * a.row_bytes;
-        for (int64_t b = 0; b < std::min<int64_t>(a.row_bytes, 512); b += 64) __builtin_prefetch(p + b);
-      }
-    }
-    const int64_t row = local_row(a, slot);
-    char* out = a.out + slot * a.row_bytes;
-    if (row >= 0 && row < a.table_rows) {
-      std::memcpy(out, a.table + row * a.row_bytes, a.row_bytes);
-    } else {
-      std::memset(out, 0, a.row_bytes);
-      if (row < 0 && bad == kNoBadRow) bad = slot;
-    }
-  }
-  return bad;
+  return ENGRAM_CALL(embedding_forward, a, begin, end);
 }
 
 template <typename Index> int64_t embedding_keys(const EmbeddingKeys<Index>& a, int64_t begin, int64_t end) {
@@ -112,7 +95,7 @@ INSTANTIATE(int32_t)
 INSTANTIATE(int64_t)
 #undef INSTANTIATE
 #define INSTANTIATE(T) template void embedding_backward<T>(const EmbeddingBackward<T>&, int64_t, int64_t);
-    ENGRAM_FOR_EACH_FLOAT(INSTANTIATE)
+ENGRAM_FOR_EACH_FLOAT(INSTANTIATE)
 
 }  // namespace engram::cpu
 
@@ -120,6 +103,59 @@ INSTANTIATE(int64_t)
 #include "kernels/cpu/vec.h"
 
 namespace engram::cpu::ENGRAM_ISA {
+
+// Far enough ahead for a row to arrive from memory, near enough to stay in the first-level cache until it is used.
+constexpr int64_t kPrefetchSlots = 16;
+
+// One row of Lines * 64 bytes, a length that the compiler knows (0: any).
+template <int Lines> ENGRAM_INLINE void copy_row(char* to, const char* from, int64_t bytes) {
+  if constexpr (Lines > 0) {
+    for (int i = 0; i < Lines; ++i)
+      store(reinterpret_cast<float*>(to) + 16 * i, load(reinterpret_cast<const float*>(from) + 16 * i));
+  } else {
+    std::memcpy(to, from, bytes);
+  }
+}
+
+template <int Lines, typename Index>
+ENGRAM_TARGET int64_t embedding_rows(const EmbeddingForward<Index>& a, int64_t begin, int64_t end) {
+  int64_t bad = kNoBadRow;
+  const int64_t bytes = Lines > 0 ? Lines * 64 : a.row_bytes;
+  for (int64_t slot = begin; slot < end; ++slot) {
+    if (slot + kPrefetchSlots < end) {
+      const int64_t ahead = local_row(a, slot + kPrefetchSlots);
+      if (ahead >= 0 && ahead < a.table_rows) {
+        const char* p = a.table + ahead * bytes;
+        for (int64_t b = 0; b < std::min<int64_t>(bytes, 512); b += 64) __builtin_prefetch(p + b);
+      }
+    }
+    const int64_t row = local_row(a, slot);
+    char* out = a.out + slot * bytes;
+    if (row >= 0 && row < a.table_rows) {
+      copy_row<Lines>(out, a.table + row * bytes, bytes);
+    } else {
+      std::memset(out, 0, bytes);
+      if (row < 0 && bad == kNoBadRow) bad = slot;
+    }
+  }
+  return bad;
+}
+
+template <typename Index>
+ENGRAM_TARGET int64_t embedding_forward(const EmbeddingForward<Index>& a, int64_t begin, int64_t end) {
+  switch (a.row_bytes) {
+    case 64:
+      return embedding_rows<1>(a, begin, end);
+    case 128:
+      return embedding_rows<2>(a, begin, end);
+    case 256:
+      return embedding_rows<4>(a, begin, end);
+    case 512:
+      return embedding_rows<8>(a, begin, end);
+    default:
+      return embedding_rows<0>(a, begin, end);
+  }
+}
 
 template <typename T> void embedding_backward(const EmbeddingBackward<T>& a, int64_t begin, int64_t end) {
   using A = accumulate_t<T>;

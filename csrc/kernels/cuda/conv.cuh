@@ -5,9 +5,9 @@
 
 namespace engram::cuda {
 
-constexpr int kTaps = 4;             // of the fast kernels; fewer taps are padded in front
-constexpr int kMaxHalo = 64;         // (kTaps - 1) * dilation of the fast kernels
-constexpr int kTile = 64;            // tokens of a block of the fast forward kernels
+constexpr int kTaps = 4;      // of the fast kernels; fewer taps are padded in front
+constexpr int kMaxHalo = 64;  // (kTaps - 1) * dilation of the fast kernels
+constexpr int kTile = 64;     // tokens of a block of the fast forward kernels
 
 // ---- Which taps count ----
 
@@ -26,10 +26,7 @@ __device__ inline int64_t reach_back(const ShortConvShape& s, int64_t b, int64_t
 }
 
 // A factor that no tap has, for positions that do not count; not a zero, because 0 * inf is not one.
-template <typename A>
-__device__ __forceinline__ bool skipped(A scale) {
-  return scale < A(0);
-}
+template <typename A> __device__ __forceinline__ bool skipped(A scale) { return scale < A(0); }
 
 template <typename T, int N>
 __device__ __forceinline__ void load_taps(const accumulate_t<T>* taps, const ShortConvShape& s, int64_t g, int64_t d,
@@ -39,14 +36,14 @@ __device__ __forceinline__ void load_taps(const accumulate_t<T>* taps, const Sho
   for (int j = 0; j < kTaps; ++j) {
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      to[j][i] = j >= skip && d + i < s.dim ? __ldg(taps + ((j - skip) * s.branches + g) * s.dim + d + i) : accumulate_t<T>(0);
+      to[j][i] =
+          j >= skip && d + i < s.dim ? __ldg(taps + ((j - skip) * s.branches + g) * s.dim + d + i) : accumulate_t<T>(0);
   }
 }
 
 inline bool few_taps(const ShortConvShape& s) { return s.taps <= kTaps && (kTaps - 1) * s.dilation <= kMaxHalo; }
 
-template <typename A>
-__device__ __forceinline__ A silu_slope(A z) {
+template <typename A> __device__ __forceinline__ A silu_slope(A z) {
   const A p = sigmoid(z);
   return p * (A(1) + z * (A(1) - p));
 }

@@ -11,8 +11,7 @@ constexpr int kThreads = 256;
 constexpr int kWordsInFlight = 4;  // independent loads of a thread before its first store
 
 // The row of the table that a slot reads, or -1 for zeros. `columns` divides slots into tokens.
-template <typename Args>
-__device__ __forceinline__ int64_t row_of(const Args& a, int64_t slot, int32_t* bad) {
+template <typename Args> __device__ __forceinline__ int64_t row_of(const Args& a, int64_t slot, int32_t* bad) {
   if (a.mask && !a.mask[slot / a.columns]) return -1;
   const int64_t row = static_cast<int64_t>(a.rows[slot]) - a.row_begin;
   if (row >= 0 && row < a.table_rows) return row;
@@ -24,7 +23,8 @@ __device__ __forceinline__ int64_t row_of(const Args& a, int64_t slot, int32_t* 
 // one stream of words, so that writes are contiguous whatever the width of a row.
 template <int WORD, typename Index>
 __global__ void __launch_bounds__(kThreads)
-    embedding_forward_kernel(const EmbeddingForward<Index> a, int32_t* bad, int slots_per_block, const FastDivisor words_per_row) {
+    embedding_forward_kernel(const EmbeddingForward<Index> a, int32_t* bad, int slots_per_block,
+                             const FastDivisor words_per_row) {
   using Word = typename WordOf<WORD>::type;
   ENGRAM_SHARED(int64_t, source, [kThreads]);  // byte offset of a slot's row in the table, -1 = zeros
   const int64_t first = int64_t{blockIdx.x} * slots_per_block;
@@ -62,8 +62,8 @@ cudaError_t forward(const EmbeddingForward<Index>& a, int32_t* bad, cudaStream_t
   if (words > 1 << 30) return cudaErrorInvalidValue;
   const int64_t fit = kThreads * kWordsInFlight * 2 / (words < 1 ? 1 : words);
   const int slots_per_block = static_cast<int>(fit < 1 ? 1 : fit < kThreads ? fit : kThreads);
-  ENGRAM_LAUNCH((embedding_forward_kernel<WORD, Index>), grid_for(a.slots, slots_per_block), dim3(kThreads), 0, stream, a, bad,
-                slots_per_block, FastDivisor(static_cast<uint32_t>(words < 1 ? 1 : words)));
+  ENGRAM_LAUNCH((embedding_forward_kernel<WORD, Index>), grid_for(a.slots, slots_per_block), dim3(kThreads), 0, stream,
+                a, bad, slots_per_block, FastDivisor(static_cast<uint32_t>(words < 1 ? 1 : words)));
   return ENGRAM_LAUNCH_ERROR();
 }
 
@@ -71,7 +71,8 @@ cudaError_t forward(const EmbeddingForward<Index>& a, int32_t* bad, cudaStream_t
 
 template <typename Index>
 __global__ void __launch_bounds__(kThreads) embedding_keys_kernel(const EmbeddingKeys<Index> a) {
-  for (int64_t slot = int64_t{blockIdx.x} * kThreads + threadIdx.x; slot < a.slots; slot += int64_t{gridDim.x} * kThreads) {
+  for (int64_t slot = int64_t{blockIdx.x} * kThreads + threadIdx.x; slot < a.slots;
+       slot += int64_t{gridDim.x} * kThreads) {
     const int64_t row = row_of(a, slot, nullptr);
     a.keys[slot] = (row < 0 ? a.table_rows : row) << a.slot_bits | slot;
   }
@@ -80,8 +81,7 @@ __global__ void __launch_bounds__(kThreads) embedding_keys_kernel(const Embeddin
 constexpr int kReduceThreads = 128;
 constexpr int kRowsInFlight = 8;
 
-template <typename T>
-__device__ __forceinline__ int64_t row_at(const EmbeddingBackward<T>& a, int64_t position) {
+template <typename T> __device__ __forceinline__ int64_t row_at(const EmbeddingBackward<T>& a, int64_t position) {
   return a.keys[position] >> a.slot_bits;
 }
 
@@ -116,7 +116,8 @@ __global__ void __launch_bounds__(kReduceThreads) embedding_chunks_kernel(const 
     int64_t key[kRowsInFlight];
     Pack<T, N> grad[kRowsInFlight];
 #pragma unroll
-    for (int u = 0; u < kRowsInFlight; ++u) key[u] = at + u < end ? __ldg(a.keys + at + u) : a.table_rows << a.slot_bits;
+    for (int u = 0; u < kRowsInFlight; ++u)
+      key[u] = at + u < end ? __ldg(a.keys + at + u) : a.table_rows << a.slot_bits;
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u)
       if (key[u] >> a.slot_bits < a.table_rows)
@@ -224,15 +225,13 @@ cudaError_t embedding_forward(const EmbeddingForward<Index>& a, int32_t* bad, cu
   return forward<2>(a, bad, stream);  // the narrowest dtype has two bytes
 }
 
-template <typename Index>
-cudaError_t embedding_keys(const EmbeddingKeys<Index>& a, cudaStream_t stream) {
+template <typename Index> cudaError_t embedding_keys(const EmbeddingKeys<Index>& a, cudaStream_t stream) {
   if (a.slots == 0) return cudaSuccess;
   ENGRAM_LAUNCH(embedding_keys_kernel<Index>, grid_for(a.slots, kThreads), dim3(kThreads), 0, stream, a);
   return ENGRAM_LAUNCH_ERROR();
 }
 
-template <typename T>
-cudaError_t embedding_backward(const EmbeddingBackward<T>& a, cudaStream_t stream) {
+template <typename T> cudaError_t embedding_backward(const EmbeddingBackward<T>& a, cudaStream_t stream) {
   if (a.slots == 0 || a.dim == 0) return cudaSuccess;
   constexpr int N = kLaneElements<T>;
   const int64_t packs = divide_up(a.dim, N), chunks = divide_up(a.slots, kEmbeddingChunk);
@@ -244,16 +243,18 @@ cudaError_t embedding_backward(const EmbeddingBackward<T>& a, cudaStream_t strea
   const bool vector = aligned(16, a.dim * static_cast<int64_t>(sizeof(T)), {a.grad_out, a.grad_table, a.partials});
   if (vector) ENGRAM_LAUNCH((embedding_chunks_kernel<T, true>), grid, dim3(kReduceThreads), 0, stream, a, lanes);
   else ENGRAM_LAUNCH((embedding_chunks_kernel<T, false>), grid, dim3(kReduceThreads), 0, stream, a, lanes);
-  if (chunks > 1) ENGRAM_LAUNCH(embedding_fold_kernel<T>, grid_for(chunks, kFoldWarps), dim3(kThreads), 0, stream, a, chunks);
+  if (chunks > 1)
+    ENGRAM_LAUNCH(embedding_fold_kernel<T>, grid_for(chunks, kFoldWarps), dim3(kThreads), 0, stream, a, chunks);
   return ENGRAM_LAUNCH_ERROR();
 }
 
-#define INSTANTIATE(Index)                                                                                 \
+#define INSTANTIATE(Index)                                                                               \
   template cudaError_t embedding_forward<Index>(const EmbeddingForward<Index>&, int32_t*, cudaStream_t); \
   template cudaError_t embedding_keys<Index>(const EmbeddingKeys<Index>&, cudaStream_t);
-INSTANTIATE(int32_t) INSTANTIATE(int64_t)
+INSTANTIATE(int32_t)
+INSTANTIATE(int64_t)
 #undef INSTANTIATE
 #define INSTANTIATE(T) template cudaError_t embedding_backward<T>(const EmbeddingBackward<T>&, cudaStream_t);
-ENGRAM_FOR_EACH_FLOAT(INSTANTIATE)
+    ENGRAM_FOR_EACH_FLOAT(INSTANTIATE)
 
 }  // namespace engram::cuda

@@ -57,7 +57,8 @@ __device__ __forceinline__ void masked_row(const GateBackward<H, K>& a, int64_t 
   const int64_t available = a.dim - d;
   for (int64_t g = 0; g < a.branches; ++g) {
     const int64_t at = (token * a.branches + g) * a.dim + d;
-    store<kVector>(a.grad_hidden + at, a.options.residual ? load<N, kVector>(a.grad_out + at, available) : zero_pack<H, N>(), available);
+    store<kVector>(a.grad_hidden + at,
+                   a.options.residual ? load<N, kVector>(a.grad_out + at, available) : zero_pack<H, N>(), available);
     store<kVector>(a.grad_key + at, zero_pack<K, N>(), available);
   }
   store<kVector>(a.grad_value + token * a.dim + d, zero_pack<K, N>(), available);
@@ -123,7 +124,8 @@ __global__ void __launch_bounds__(kColumnThreads) gate_backward_kernel(const Gat
       for (int i = 0; i < N; ++i) {
         const A dy = grad[g][i];
         grad_value[i] += r.alpha * dy;
-        R[g][i] += row_gradients(r, p, w[i], A(hidden[g][i]), A(key[g][i]), a.options.residual ? dy : A(0), grad_h[i], grad_k[i]);
+        R[g][i] += row_gradients(r, p, w[i], A(hidden[g][i]), A(key[g][i]), a.options.residual ? dy : A(0), grad_h[i],
+                                 grad_k[i]);
       }
       store<kVector>(a.grad_hidden + at + g * D, narrow<H, N>(grad_h), available);
       store<kVector>(a.grad_key + at + g * D, narrow<K, N>(grad_k), available);
@@ -149,7 +151,8 @@ __global__ void __launch_bounds__(kThreads) gate_backward_any_kernel(const GateB
   const int64_t part = blockIdx.x, D = a.dim, G = a.branches, own = int64_t{threadIdx.x} * N;
   if (a.partials)
     for (int64_t g = 0; g < G; ++g)
-      for (int64_t d = own; d < D; d += kStep) store<kVector>(a.partials + (part * G + g) * D + d, zero_pack<A, N>(), D - d);
+      for (int64_t d = own; d < D; d += kStep)
+        store<kVector>(a.partials + (part * G + g) * D + d, zero_pack<A, N>(), D - d);
   int turn = 0;
   for (int64_t token = a.tokens * part / a.parts; token < a.tokens * (part + 1) / a.parts; ++token) {
     if (a.mask && !a.mask[token]) {
@@ -180,7 +183,8 @@ __global__ void __launch_bounds__(kThreads) gate_backward_any_kernel(const GateB
         for (int i = 0; i < N; ++i) w[i] = a.weight && d + i < D ? a.weight[g * D + d + i] : A(1);
 #pragma unroll
         for (int i = 0; i < N; ++i)
-          R[i] = row_gradients(r, p, w[i], A(h[i]), A(k[i]), a.options.residual ? A(dy[i]) : A(0), grad_h[i], grad_k[i]);
+          R[i] =
+              row_gradients(r, p, w[i], A(h[i]), A(k[i]), a.options.residual ? A(dy[i]) : A(0), grad_h[i], grad_k[i]);
         store<kVector>(a.grad_hidden + row * D + d, narrow<H, N>(grad_h), D - d);
         store<kVector>(a.grad_key + row * D + d, narrow<K, N>(grad_k), D - d);
         if (a.partials)
@@ -203,24 +207,24 @@ __global__ void __launch_bounds__(kThreads) gate_backward_any_kernel(const GateB
   }
 }
 
-template <int N, int kBranches, typename H, typename K>
-bool fits(const GateBackward<H, K>& a) {
+template <int N, int kBranches, typename H, typename K> bool fits(const GateBackward<H, K>& a) {
   return a.branches == kBranches && a.dim % N == 0 && a.dim / N <= kColumnThreads;
 }
 template <int N, int kBranches, typename H, typename K>
 void launch_columns(const GateBackward<H, K>& a, cudaStream_t stream) {
-  ENGRAM_LAUNCH((gate_backward_kernel<H, K, N, kBranches>), grid_for(a.parts, 1), dim3(whole_warps(a.dim / N)), 0, stream, a);
+  ENGRAM_LAUNCH((gate_backward_kernel<H, K, N, kBranches>), grid_for(a.parts, 1), dim3(whole_warps(a.dim / N)), 0,
+                stream, a);
 }
 
 // ---- Weights ----
 
 template <typename A>
 __global__ void __launch_bounds__(kThreads) multiply_kernel(const A* a, const A* b, A* out, int64_t count) {
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += int64_t{gridDim.x} * kThreads) out[i] = a[i] * b[i];
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += int64_t{gridDim.x} * kThreads)
+    out[i] = a[i] * b[i];
 }
 
-template <typename A>
-__global__ void __launch_bounds__(kFoldThreads) gate_weights_kernel(const GateWeights<A> a) {
+template <typename A> __global__ void __launch_bounds__(kFoldThreads) gate_weights_kernel(const GateWeights<A> a) {
   ENGRAM_SHARED(A, scratch, [kFoldRows][kWarp]);
   const int64_t column = int64_t{blockIdx.x} * kWarp + threadIdx.x % kWarp;
   const A total = fold_parts(a.partials, a.parts, a.count, column, a.count, scratch);
@@ -231,15 +235,13 @@ __global__ void __launch_bounds__(kFoldThreads) gate_weights_kernel(const GateWe
 
 }  // namespace
 
-template <typename A>
-cudaError_t multiply(const A* a, const A* b, A* out, int64_t count, cudaStream_t stream) {
+template <typename A> cudaError_t multiply(const A* a, const A* b, A* out, int64_t count, cudaStream_t stream) {
   if (count == 0) return cudaSuccess;
   ENGRAM_LAUNCH(multiply_kernel<A>, grid_for(count, kThreads), dim3(kThreads), 0, stream, a, b, out, count);
   return ENGRAM_LAUNCH_ERROR();
 }
 
-template <typename H, typename K>
-cudaError_t gate_forward(const GateForward<H, K>& a, cudaStream_t stream) {
+template <typename H, typename K> cudaError_t gate_forward(const GateForward<H, K>& a, cudaStream_t stream) {
   if (a.tokens == 0 || a.branches == 0) return cudaSuccess;
   const dim3 grid = grid_for(a.tokens * a.branches, kThreads / kWarp);
   const bool vector = a.dim % kLaneElements<H> == 0 && aligned(16, 0, {a.hidden, a.key, a.value, a.weight, a.out});
@@ -248,37 +250,36 @@ cudaError_t gate_forward(const GateForward<H, K>& a, cudaStream_t stream) {
   return ENGRAM_LAUNCH_ERROR();
 }
 
-template <typename H, typename K>
-cudaError_t gate_backward(const GateBackward<H, K>& a, cudaStream_t stream) {
+template <typename H, typename K> cudaError_t gate_backward(const GateBackward<H, K>& a, cudaStream_t stream) {
   if (a.parts == 0 || a.dim == 0) return cudaSuccess;
   // Few columns a thread are better, there are then more warps; many are what a large D needs.
   constexpr int kFew = sizeof(H) == 8 ? 2 : 4, kMany = kLaneElements<H>;
-  const bool vector =
-      a.dim % kMany == 0 && aligned(16, 0, {a.grad_out, a.hidden, a.key, a.value, a.weight, a.grad_hidden, a.grad_key,
-                                            a.grad_value, a.partials});
+  const bool vector = a.dim % kMany == 0 && aligned(16, 0,
+                                                    {a.grad_out, a.hidden, a.key, a.value, a.weight, a.grad_hidden,
+                                                     a.grad_key, a.grad_value, a.partials});
   if (vector && fits<kFew, 1>(a)) launch_columns<kFew, 1>(a, stream);
   else if (vector && fits<kFew, 4>(a)) launch_columns<kFew, 4>(a, stream);
   else if (vector && fits<kMany, 1>(a)) launch_columns<kMany, 1>(a, stream);
   else if (vector && fits<kMany, 4>(a)) launch_columns<kMany, 4>(a, stream);
-  else if (vector) ENGRAM_LAUNCH((gate_backward_any_kernel<H, K, true>), grid_for(a.parts, 1), dim3(kThreads), 0, stream, a);
+  else if (vector)
+    ENGRAM_LAUNCH((gate_backward_any_kernel<H, K, true>), grid_for(a.parts, 1), dim3(kThreads), 0, stream, a);
   else ENGRAM_LAUNCH((gate_backward_any_kernel<H, K, false>), grid_for(a.parts, 1), dim3(kThreads), 0, stream, a);
   return ENGRAM_LAUNCH_ERROR();
 }
 
-template <typename A>
-cudaError_t gate_weights(const GateWeights<A>& a, cudaStream_t stream) {
+template <typename A> cudaError_t gate_weights(const GateWeights<A>& a, cudaStream_t stream) {
   if (a.count == 0) return cudaSuccess;
   ENGRAM_LAUNCH(gate_weights_kernel<A>, grid_for(a.count, kWarp), dim3(kFoldThreads), 0, stream, a);
   return ENGRAM_LAUNCH_ERROR();
 }
 
-#define INSTANTIATE(H, K)                                                               \
-  template cudaError_t gate_forward<H, K>(const GateForward<H, K>&, cudaStream_t);    \
+#define INSTANTIATE(H, K)                                                          \
+  template cudaError_t gate_forward<H, K>(const GateForward<H, K>&, cudaStream_t); \
   template cudaError_t gate_backward<H, K>(const GateBackward<H, K>&, cudaStream_t);
 ENGRAM_FOR_EACH_GATE_TYPES(INSTANTIATE)
 #undef INSTANTIATE
-#define INSTANTIATE(A)                                                                   \
-  template cudaError_t multiply<A>(const A*, const A*, A*, int64_t, cudaStream_t);     \
+#define INSTANTIATE(A)                                                             \
+  template cudaError_t multiply<A>(const A*, const A*, A*, int64_t, cudaStream_t); \
   template cudaError_t gate_weights<A>(const GateWeights<A>&, cudaStream_t);
 INSTANTIATE(float) INSTANTIATE(double)
 

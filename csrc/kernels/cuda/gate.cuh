@@ -8,8 +8,7 @@
 namespace engram::cuda {
 
 // sigmoid(signed square root of s)
-template <typename A>
-__device__ __forceinline__ A gate_alpha(A s, const GateOptions<A>& o) {
+template <typename A> __device__ __forceinline__ A gate_alpha(A s, const GateOptions<A>& o) {
   const A magnitude = std::sqrt(std::abs(s) < o.clamp ? o.clamp : std::abs(s));  // a NaN score stays NaN
   const A u = s == 0 && !o.copysign ? A(0) : std::copysign(magnitude, s);
   return A(1) / (A(1) + std::exp(-u));
@@ -17,8 +16,7 @@ __device__ __forceinline__ A gate_alpha(A s, const GateOptions<A>& o) {
 
 // A sum that keeps what its additions round away: scores near zero are differences of large sums, and the gate is steep
 // there.
-template <typename A>
-struct CarefulSum {
+template <typename A> struct CarefulSum {
   A sum = 0, lost = 0;
   __device__ __forceinline__ void add(A x) {
     const A total = sum + x, from_x = total - sum;
@@ -30,15 +28,15 @@ struct CarefulSum {
   }
 };
 
-template <typename A>
-struct GateScores {
+template <typename A> struct GateScores {
   A s, rstd_h, rstd_k;
 };
 
 // By one warp; the result is in every lane.
 template <bool kVector, typename H, typename K>
-__device__ __forceinline__ GateScores<accumulate_t<H>> gate_scores(const H* hidden, const K* key, const accumulate_t<H>* weight,
-                                                                   int64_t D, const GateOptions<accumulate_t<H>>& o) {
+__device__ __forceinline__ GateScores<accumulate_t<H>> gate_scores(const H* hidden, const K* key,
+                                                                   const accumulate_t<H>* weight, int64_t D,
+                                                                   const GateOptions<accumulate_t<H>>& o) {
   using A = accumulate_t<H>;
   constexpr int N = kLaneElements<H>;
   A hh = 0, kk = 0;
@@ -80,8 +78,7 @@ __device__ __forceinline__ GateScores<accumulate_t<H>> gate_scores(const H* hidd
 }
 
 // What the stats of a row say about its gradients, each still to be multiplied by P = <grad_out, value>.
-template <typename A>
-struct Slope {
+template <typename A> struct Slope {
   A alpha;           // of the value
   A score;           // d s / d P; where it is 0 the score passes no gradient, whatever P is
   A cross;           // of w * key in grad_hidden, of w * hidden in grad_key

@@ -9,14 +9,14 @@ constexpr int kThreads = 256;
 constexpr int kColumnThreads = 640;  // of the gate's backward, as in gate.cu
 
 // What a token and branch contribute: alpha * value to the output, beta * value to the convolution.
-template <typename A>
-struct Factors {
+template <typename A> struct Factors {
   A alpha, beta, rx;
 };
 
 // stats: the row of the token, [3 G + 1].
 template <typename A>
-__device__ __forceinline__ Factors<A> factors_of(const A* stats, int64_t g, int64_t branches, A conv_eps, bool norm, const GateOptions<A>& o) {
+__device__ __forceinline__ Factors<A> factors_of(const A* stats, int64_t g, int64_t branches, A conv_eps, bool norm,
+                                                 const GateOptions<A>& o) {
   Factors<A> f;
   f.alpha = gate_alpha(stats[g * kGateStats], o);
   f.rx = norm ? reciprocal_root(f.alpha * f.alpha * stats[branches * kGateStats] + conv_eps) : A(1);
@@ -50,7 +50,8 @@ __global__ void __launch_bounds__(kThreads) gate_conv_stats_kernel(const GateCon
       if (lane == 0) stats[0] = sum / A(D);
     } else {
       const int64_t at = (token * G + g) * D;
-      const GateScores<A> r = gate_scores<kVector>(a.hidden + at, a.key + at, a.weight ? a.weight + g * D : nullptr, D, a.options);
+      const GateScores<A> r =
+          gate_scores<kVector>(a.hidden + at, a.key + at, a.weight ? a.weight + g * D : nullptr, D, a.options);
       if (lane < kGateStats) stats[lane] = lane == 0 ? r.s : lane == 1 ? r.rstd_h : r.rstd_k;
     }
   }
@@ -66,9 +67,11 @@ __global__ void __launch_bounds__(kThreads) gate_conv_forward_kernel(const GateC
   ENGRAM_SHARED(A, beta, [kMaxHalo + kTile]);  // of position t0 - halo + i, or skipped
   ENGRAM_SHARED(int, reach, [kTile]);
   const ShortConvShape s = a.shape;
-  const int dilation = static_cast<int>(s.dilation), halo = (kTaps - 1) * dilation, skip = kTaps - static_cast<int>(s.taps);
+  const int dilation = static_cast<int>(s.dilation), halo = (kTaps - 1) * dilation,
+            skip = kTaps - static_cast<int>(s.taps);
   const int64_t tiles = (s.tokens + kTile - 1) / kTile;
-  const int64_t g = blockIdx.x % s.branches, tile = blockIdx.x / s.branches % tiles, b = blockIdx.x / s.branches / tiles;
+  const int64_t g = blockIdx.x % s.branches, tile = blockIdx.x / s.branches % tiles,
+                b = blockIdx.x / s.branches / tiles;
   const int64_t t0 = tile * kTile, d = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * N, available = s.dim - d;
   const int tokens = static_cast<int>(s.tokens - t0 < kTile ? s.tokens - t0 : kTile);
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
@@ -77,7 +80,9 @@ __global__ void __launch_bounds__(kThreads) gate_conv_forward_kernel(const GateC
     const int64_t t = t0 - halo + i;
     const bool used = counts(s, b, t);
     Factors<A> f{A(0), A(-1), A(0)};
-    if (used) f = factors_of(a.stats + (b * s.tokens + t) * (s.branches * kGateStats + 1), g, s.branches, a.conv_eps, s.norm, a.options);
+    if (used)
+      f = factors_of(a.stats + (b * s.tokens + t) * (s.branches * kGateStats + 1), g, s.branches, a.conv_eps, s.norm,
+                     a.options);
     beta[i] = f.beta;
     if (i >= halo) alpha[i - halo] = f.alpha;
   }
@@ -91,7 +96,8 @@ __global__ void __launch_bounds__(kThreads) gate_conv_forward_kernel(const GateC
   const int64_t row = ((b * s.tokens + t0) * s.branches + g) * s.dim + d, pitch = s.branches * s.dim;
 #pragma unroll 2
   for (int i = 0; i < tokens; ++i) {
-    const auto passed_on = a.options.residual ? load<N, kVector, Reuse::no>(a.hidden + row + i * pitch, available) : zero_pack<H, N>();
+    const auto passed_on =
+        a.options.residual ? load<N, kVector, Reuse::no>(a.hidden + row + i * pitch, available) : zero_pack<H, N>();
     if (skipped(beta[halo + i])) {
       store<kVector>(a.out + row + i * pitch, passed_on, available);
       continue;
@@ -117,8 +123,7 @@ __global__ void __launch_bounds__(kThreads) gate_conv_forward_kernel(const GateC
 }
 
 // What every position contributes to the convolution, straight from the stats: for the kernels that take any shape.
-template <typename H, typename K>
-struct Source {
+template <typename H, typename K> struct Source {
   using A = accumulate_t<H>;
   const ShortConvShape& s;
   const GateOptions<A>& options;
@@ -128,9 +133,12 @@ struct Source {
   int64_t b, g;
 
   __device__ __forceinline__ Factors<A> factors(int64_t t) const {
-    return factors_of(stats + (b * s.tokens + t) * (s.branches * kGateStats + 1), g, s.branches, conv_eps, s.norm, options);
+    return factors_of(stats + (b * s.tokens + t) * (s.branches * kGateStats + 1), g, s.branches, conv_eps, s.norm,
+                      options);
   }
-  __device__ __forceinline__ A value_at(int64_t t, int64_t d) const { return static_cast<A>(value[(b * s.tokens + t) * s.dim + d]); }
+  __device__ __forceinline__ A value_at(int64_t t, int64_t d) const {
+    return static_cast<A>(value[(b * s.tokens + t) * s.dim + d]);
+  }
   __device__ __forceinline__ A tap(int64_t j, int64_t d) const { return taps[(j * s.branches + g) * s.dim + d]; }
   __device__ __forceinline__ int64_t limit() const { return (s.taps - 1) * s.dilation; }
   __device__ A convolve(int64_t t, int64_t d, int64_t reach) const {
@@ -153,7 +161,8 @@ template <typename H, typename K>
 __global__ void __launch_bounds__(kThreads) gate_conv_any_kernel(const GateConvForward<H, K> a) {
   using A = accumulate_t<H>;
   const ShortConvShape s = a.shape;
-  const int64_t g = blockIdx.x % s.branches, t = blockIdx.x / s.branches % s.tokens, b = blockIdx.x / s.branches / s.tokens;
+  const int64_t g = blockIdx.x % s.branches, t = blockIdx.x / s.branches % s.tokens,
+                b = blockIdx.x / s.branches / s.tokens;
   const int64_t row = (b * s.tokens + t) * s.branches + g;
   const bool used = counts(s, b, t);
   const Source<H, K> source{s, a.options, a.value, a.taps, a.stats, a.conv_eps, b, g};
@@ -176,8 +185,7 @@ constexpr int kSweepThreads = 128;
 constexpr int kSweepSlices = kSweepThreads / kWarp;
 
 // The scratch: what grad_value is before the last term, then the columns of a slice summed, P and Q of every branch.
-template <typename H, typename K>
-struct Scratch {
+template <typename H, typename K> struct Scratch {
   using A = accumulate_t<H>;
   A *grad_value, *sums;
   int64_t slices;
@@ -201,7 +209,8 @@ __global__ void __launch_bounds__(kSweepThreads) gate_conv_sweep_kernel(const Ga
   ENGRAM_SHARED(int, reach, [kConvBlock + kMaxHalo]);       // of position t0 + i
   const ShortConvShape s = a.shape;
   const Scratch<H, K> scratch(a);
-  const int dilation = static_cast<int>(s.dilation), halo = (kTaps - 1) * dilation, skip = kTaps - static_cast<int>(s.taps);
+  const int dilation = static_cast<int>(s.dilation), halo = (kTaps - 1) * dilation,
+            skip = kTaps - static_cast<int>(s.taps);
   const int thread = static_cast<int>(threadIdx.x);
   const int64_t part = blockIdx.x, d = (int64_t{blockIdx.y} * kSweepThreads + threadIdx.x) * N, available = s.dim - d;
   const int64_t slice = int64_t{blockIdx.y} * kSweepSlices + threadIdx.x / kWarp, pitch = G * s.dim;
@@ -218,7 +227,9 @@ __global__ void __launch_bounds__(kSweepThreads) gate_conv_sweep_kernel(const Ga
     for (int i = thread; i < (tokens + 2 * halo) * G; i += kSweepThreads) {
       const int64_t t = block.t0 - halo + i / G;
       Factors<A> f{A(0), A(-1), A(0)};
-      if (counts(s, block.b, t)) f = factors_of(a.stats + (block.b * s.tokens + t) * (G * kGateStats + 1), i % G, G, a.conv_eps, s.norm, a.options);
+      if (counts(s, block.b, t))
+        f = factors_of(a.stats + (block.b * s.tokens + t) * (G * kGateStats + 1), i % G, G, a.conv_eps, s.norm,
+                       a.options);
       alpha[i / G][i % G] = f.alpha;
       beta[i / G][i % G] = f.beta;
     }
@@ -233,12 +244,13 @@ __global__ void __launch_bounds__(kSweepThreads) gate_conv_sweep_kernel(const Ga
       return active && used(p) ? load<N, kVector>(a.value + (token0 + p) * s.dim + d, available) : zero_pack<K, N>();
     };
     const auto load_grad = [&](int p, int g) {
-      return active && used(p) ? load<N, kVector>(a.grad_out + (token0 + p) * pitch + g * s.dim + d, available) : zero_pack<H, N>();
+      return active && used(p) ? load<N, kVector>(a.grad_out + (token0 + p) * pitch + g * s.dim + d, available)
+                               : zero_pack<H, N>();
     };
     for (int r = 0; r < dilation && r < tokens; ++r) {
-      Pack<K, N> v[kTaps];        // at p - halo, ..., p - dilation, p
-      A grad_z[G][kTaps][N] = {}; // silu'(z) * grad_out, at the same positions
-      unsigned bits[kTaps] = {};  // bit j: tap j counts there
+      Pack<K, N> v[kTaps];         // at p - halo, ..., p - dilation, p
+      A grad_z[G][kTaps][N] = {};  // silu'(z) * grad_out, at the same positions
+      unsigned bits[kTaps] = {};   // bit j: tap j counts there
 #pragma unroll
       for (int j = 1; j < kTaps; ++j) v[j] = load_value(r - (kTaps - j) * dilation);
       Pack<K, N> next_value = load_value(r);
@@ -290,7 +302,8 @@ __global__ void __launch_bounds__(kSweepThreads) gate_conv_sweep_kernel(const Ga
             }
           }
 #pragma unroll
-          for (int n = 0; n < N; ++n) grad_z[g][kTaps - 1][n] = now ? (s.silu ? silu_slope(z[n]) : A(1)) * grad[g][n] : A(0);
+          for (int n = 0; n < N; ++n)
+            grad_z[g][kTaps - 1][n] = now ? (s.silu ? silu_slope(z[n]) : A(1)) * grad[g][n] : A(0);
           if (p < tokens) {
 #pragma unroll
             for (int j = 0; j < kTaps; ++j)
@@ -321,7 +334,8 @@ __global__ void __launch_bounds__(kSweepThreads) gate_conv_sweep_kernel(const Ga
             pair[1] = Q;
           }
         }
-        if (emit && active) store<kVector>(scratch.grad_value + (token0 + e) * s.dim + d, narrow<A, N>(grad_value), available);
+        if (emit && active)
+          store<kVector>(scratch.grad_value + (token0 + e) * s.dim + d, narrow<A, N>(grad_value), available);
       }
     }
   }
@@ -330,7 +344,9 @@ __global__ void __launch_bounds__(kSweepThreads) gate_conv_sweep_kernel(const Ga
   for (int g = 0; g < G; ++g)
 #pragma unroll
     for (int j = 0; j < kTaps; ++j)
-      if (j >= skip) store<kVector>(a.conv_partials + ((part * s.taps + j - skip) * G + g) * s.dim + d, narrow<A, N>(S[g][j]), available);
+      if (j >= skip)
+        store<kVector>(a.conv_partials + ((part * s.taps + j - skip) * G + g) * s.dim + d, narrow<A, N>(S[g][j]),
+                       available);
 }
 
 // The same for any shape. Block = (token; kSweepSlices slices); a lane takes the columns 32 apart, everything is computed
@@ -409,8 +425,7 @@ __global__ void __launch_bounds__(kSweepThreads) gate_conv_taps_any_kernel(const
 
 // ---- Backward, second half: through the gate ----
 
-template <typename A>
-struct Coefficients {
+template <typename A> struct Coefficients {
   Slope<A> slope;
   A grad_alpha;  // 0 where the score passes no gradient
   A pull;        // beta^3 * Q / D: of value in grad_value
@@ -418,8 +433,9 @@ struct Coefficients {
 
 // By one warp: adds up the slices.
 template <typename H, typename K>
-__device__ __forceinline__ Coefficients<accumulate_t<H>> coefficients_of(const GateConvBackward<H, K>& a, const Scratch<H, K>& scratch,
-                                                                         int64_t token, int64_t g) {
+__device__ __forceinline__ Coefficients<accumulate_t<H>> coefficients_of(const GateConvBackward<H, K>& a,
+                                                                         const Scratch<H, K>& scratch, int64_t token,
+                                                                         int64_t g) {
   using A = accumulate_t<H>;
   const int64_t G = a.shape.branches;
   A P = 0, Q = 0;
@@ -454,7 +470,8 @@ __global__ void __launch_bounds__(kColumnThreads) gate_conv_gate_kernel(const Ga
   A R[kInRegisters ? kBranches : 1][N] = {};
   if (!kInRegisters && a.gate_partials)
     for (int64_t g = 0; g < G; ++g)
-      for (int64_t d = own; d < D; d += step) store<kVector>(a.gate_partials + (part * G + g) * D + d, zero_pack<A, N>(), D - d);
+      for (int64_t d = own; d < D; d += step)
+        store<kVector>(a.gate_partials + (part * G + g) * D + d, zero_pack<A, N>(), D - d);
 
   int turn = 0;
   const int64_t blocks = s.batch * ((s.tokens + kConvBlock - 1) / kConvBlock);
@@ -466,7 +483,8 @@ __global__ void __launch_bounds__(kColumnThreads) gate_conv_gate_kernel(const Ga
         for (int64_t d = own; d < D; d += step) {
           for (int64_t g = 0; g < G; ++g) {
             const int64_t at = (token * G + g) * D + d;
-            store<kVector>(a.grad_hidden + at, a.options.residual ? load<N, kVector>(a.grad_out + at, D - d) : zero_pack<H, N>(), D - d);
+            store<kVector>(a.grad_hidden + at,
+                           a.options.residual ? load<N, kVector>(a.grad_out + at, D - d) : zero_pack<H, N>(), D - d);
             store<kVector>(a.grad_key + at, zero_pack<K, N>(), D - d);
           }
           store<kVector>(a.grad_value + token * D + d, zero_pack<K, N>(), D - d);
@@ -489,7 +507,8 @@ __global__ void __launch_bounds__(kColumnThreads) gate_conv_gate_kernel(const Ga
           const int64_t at = (token * G + g) * D + d;
           const auto h = load<N, kVector, Reuse::no>(a.hidden + at, available);
           const auto k = load<N, kVector, Reuse::no>(a.key + at, available);
-          const auto dy = a.options.residual ? load<N, kVector, Reuse::no>(a.grad_out + at, available) : zero_pack<H, N>();
+          const auto dy =
+              a.options.residual ? load<N, kVector, Reuse::no>(a.grad_out + at, available) : zero_pack<H, N>();
           A grad_h[N], grad_k[N], w[N];
           if (a.weight) {
             const auto weight = load<N, kVector>(a.weight + g * D + d, available);
@@ -500,7 +519,8 @@ __global__ void __launch_bounds__(kColumnThreads) gate_conv_gate_kernel(const Ga
             for (int i = 0; i < N; ++i) w[i] = 1;
           }
 #pragma unroll
-          for (int i = 0; i < N; ++i) sum[i] += row_gradients(c.slope, c.grad_alpha, w[i], A(h[i]), A(k[i]), A(dy[i]), grad_h[i], grad_k[i]);
+          for (int i = 0; i < N; ++i)
+            sum[i] += row_gradients(c.slope, c.grad_alpha, w[i], A(h[i]), A(k[i]), A(dy[i]), grad_h[i], grad_k[i]);
           store<kVector>(a.grad_hidden + at, narrow<H, N>(grad_h), available);
           store<kVector>(a.grad_key + at, narrow<K, N>(grad_k), available);
           pull += c.pull;
@@ -530,14 +550,14 @@ __global__ void __launch_bounds__(kColumnThreads) gate_conv_gate_kernel(const Ga
   if constexpr (kInRegisters) {
     if (a.gate_partials && own < D)
 #pragma unroll
-      for (int g = 0; g < kBranches; ++g) store<kVector>(a.gate_partials + (part * kBranches + g) * D + own, narrow<A, N>(R[g]), D - own);
+      for (int g = 0; g < kBranches; ++g)
+        store<kVector>(a.gate_partials + (part * kBranches + g) * D + own, narrow<A, N>(R[g]), D - own);
   }
 }
 
 }  // namespace
 
-template <typename H, typename K>
-cudaError_t gate_conv_forward(const GateConvForward<H, K>& a, cudaStream_t stream) {
+template <typename H, typename K> cudaError_t gate_conv_forward(const GateConvForward<H, K>& a, cudaStream_t stream) {
   const ShortConvShape& s = a.shape;
   constexpr int N = kLaneElements<H>;
   const int64_t tokens = s.batch * s.tokens, rows = tokens * s.branches;
@@ -562,8 +582,7 @@ cudaError_t gate_conv_forward(const GateConvForward<H, K>& a, cudaStream_t strea
   return ENGRAM_LAUNCH_ERROR();
 }
 
-template <typename H, typename K>
-cudaError_t gate_conv_backward(const GateConvBackward<H, K>& a, cudaStream_t stream) {
+template <typename H, typename K> cudaError_t gate_conv_backward(const GateConvBackward<H, K>& a, cudaStream_t stream) {
   const ShortConvShape& s = a.shape;
   const int64_t tokens = s.batch * s.tokens, D = s.dim, G = s.branches;
   if (a.parts == 0 || D == 0) return cudaSuccess;
@@ -571,8 +590,10 @@ cudaError_t gate_conv_backward(const GateConvBackward<H, K>& a, cudaStream_t str
   const int64_t slices = divide_up(D, kSlice), groups = divide_up(slices, kSweepSlices);
   if (tokens > 0x7fffffff || shared_bytes > 48 * 1024 || groups > 65535) return cudaErrorInvalidValue;
   constexpr int N = sizeof(H) == 8 ? 2 : 4;
-  const bool vector = D % kLaneElements<H> == 0 && aligned(16, 0, {a.grad_out, a.hidden, a.key, a.value, a.weight, a.grad_hidden, a.grad_key,
-                                                                   a.grad_value, a.gate_partials, a.conv_partials, a.scratch});
+  const bool vector =
+      D % kLaneElements<H> == 0 && aligned(16, 0,
+                                           {a.grad_out, a.hidden, a.key, a.value, a.weight, a.grad_hidden, a.grad_key,
+                                            a.grad_value, a.gate_partials, a.conv_partials, a.scratch});
 
   dim3 sweep_grid = grid_for(a.parts, 1);
   sweep_grid.y = static_cast<unsigned>(groups);
@@ -596,15 +617,13 @@ cudaError_t gate_conv_backward(const GateConvBackward<H, K>& a, cudaStream_t str
     ENGRAM_LAUNCH((gate_conv_gate_kernel<H, K, N, true, 1>), grid, own_block, bytes, stream, a);
   else if (vector && lanes <= kColumnThreads && G == 4)
     ENGRAM_LAUNCH((gate_conv_gate_kernel<H, K, N, true, 4>), grid, own_block, bytes, stream, a);
-  else if (vector)
-    ENGRAM_LAUNCH((gate_conv_gate_kernel<H, K, N, true, 0>), grid, block, bytes, stream, a);
-  else
-    ENGRAM_LAUNCH((gate_conv_gate_kernel<H, K, N, false, 0>), grid, block, bytes, stream, a);
+  else if (vector) ENGRAM_LAUNCH((gate_conv_gate_kernel<H, K, N, true, 0>), grid, block, bytes, stream, a);
+  else ENGRAM_LAUNCH((gate_conv_gate_kernel<H, K, N, false, 0>), grid, block, bytes, stream, a);
   return ENGRAM_LAUNCH_ERROR();
 }
 
-#define INSTANTIATE(H, K)                                                                       \
-  template cudaError_t gate_conv_forward<H, K>(const GateConvForward<H, K>&, cudaStream_t);     \
+#define INSTANTIATE(H, K)                                                                   \
+  template cudaError_t gate_conv_forward<H, K>(const GateConvForward<H, K>&, cudaStream_t); \
   template cudaError_t gate_conv_backward<H, K>(const GateConvBackward<H, K>&, cudaStream_t);
 ENGRAM_FOR_EACH_GATE_TYPES(INSTANTIATE)
 

@@ -20,7 +20,9 @@ inline dim3 grid_for(int64_t count, int64_t per_block) {
 }
 
 // A whole number of warps for `lanes` lanes.
-inline unsigned whole_warps(int64_t lanes) { return static_cast<unsigned>(divide_up(lanes < 1 ? 1 : lanes, kWarp) * kWarp); }
+inline unsigned whole_warps(int64_t lanes) {
+  return static_cast<unsigned>(divide_up(lanes < 1 ? 1 : lanes, kWarp) * kWarp);
+}
 
 // May every row of `row_bytes` at these addresses be accessed in words of `word_bytes`?
 inline bool aligned(int64_t word_bytes, int64_t row_bytes, std::initializer_list<const void*> pointers) {
@@ -40,15 +42,24 @@ struct FastDivisor {
 };
 
 template <int BYTES> struct WordOf;
-template <> struct WordOf<1> { using type = unsigned char; };
-template <> struct WordOf<2> { using type = unsigned short; };
-template <> struct WordOf<4> { using type = unsigned int; };
-template <> struct WordOf<8> { using type = uint2; };
-template <> struct WordOf<16> { using type = uint4; };
+template <> struct WordOf<1> {
+  using type = unsigned char;
+};
+template <> struct WordOf<2> {
+  using type = unsigned short;
+};
+template <> struct WordOf<4> {
+  using type = unsigned int;
+};
+template <> struct WordOf<8> {
+  using type = uint2;
+};
+template <> struct WordOf<16> {
+  using type = uint4;
+};
 
 // N neighbouring elements as they lie in memory.
-template <typename T, int N>
-struct Pack {
+template <typename T, int N> struct Pack {
   static constexpr int kBytes = N * static_cast<int>(sizeof(T));
   static constexpr int kWordBytes = kBytes < 16 ? kBytes : 16;
   using Word = typename WordOf<kWordBytes>::type;
@@ -59,7 +70,9 @@ struct Pack {
     memcpy(static_cast<void*>(&value), reinterpret_cast<const char*>(words) + i * sizeof(T), sizeof(T));
     return value;
   }
-  __device__ __forceinline__ accumulate_t<T> operator[](int i) const { return static_cast<accumulate_t<T>>(element(i)); }
+  __device__ __forceinline__ accumulate_t<T> operator[](int i) const {
+    return static_cast<accumulate_t<T>>(element(i));
+  }
   __device__ __forceinline__ void set(int i, T value) {
     memcpy(reinterpret_cast<char*>(words) + i * sizeof(T), static_cast<const void*>(&value), sizeof(T));
   }
@@ -101,8 +114,7 @@ __device__ __forceinline__ void store(T* p, const Pack<T, N>& pack, int64_t avai
   }
 }
 
-template <typename T, int N>
-__device__ __forceinline__ Pack<T, N> zero_pack() {
+template <typename T, int N> __device__ __forceinline__ Pack<T, N> zero_pack() {
   Pack<T, N> pack;
 #pragma unroll
   for (int i = 0; i < N; ++i) pack.set(i, T(0.0f));
@@ -110,8 +122,7 @@ __device__ __forceinline__ Pack<T, N> zero_pack() {
 }
 
 // Rounds N sums to T.
-template <typename T, int N>
-__device__ __forceinline__ Pack<T, N> narrow(const accumulate_t<T> (&v)[N]) {
+template <typename T, int N> __device__ __forceinline__ Pack<T, N> narrow(const accumulate_t<T> (&v)[N]) {
   Pack<T, N> pack;
   if constexpr (sizeof(T) == 2 && N % 2 == 0) {  // one instruction a pair
 #pragma unroll
@@ -139,9 +150,6 @@ __device__ __forceinline__ double reciprocal(double x) { return 1.0 / x; }
 __device__ __forceinline__ float reciprocal_root(float x) { return rsqrtf(x); }
 __device__ __forceinline__ double reciprocal_root(double x) { return rsqrt(x); }
 
-template <typename A>
-__device__ __forceinline__ A sigmoid(A x) {
-  return reciprocal(A(1) + exp_of(-x));
-}
+template <typename A> __device__ __forceinline__ A sigmoid(A x) { return reciprocal(A(1) + exp_of(-x)); }
 
 }  // namespace engram::cuda

@@ -38,7 +38,8 @@ __device__ __forceinline__ void report(int32_t* bad) {
 }
 
 // window[s * tile + i] = w[t][s] of the block's position i.
-__device__ void fill_window(const NgramHash& a, int64_t position, int64_t pad, int i, int tile, int64_t* window, int32_t* bad) {
+__device__ void fill_window(const NgramHash& a, int64_t position, int64_t pad, int i, int tile, int64_t* window,
+                            int32_t* bad) {
   const int64_t b = position / a.tokens, t = position - b * a.tokens, past = a.orders - 1;
   bool blocked = false;
   for (int64_t s = 0; s < a.orders; ++s) {
@@ -86,7 +87,8 @@ __global__ void __launch_bounds__(kThreads) ngram_hash_kernel(const NgramHash a,
   for (int64_t l = blockIdx.y; l < a.layers; l += gridDim.y) {
     const int64_t* multipliers = a.multipliers + l * a.orders;
     for (int64_t c = static_cast<int>(threadIdx.x) % width; c < C; c += width) {
-      const uint64_t modulus = static_cast<uint64_t>(__ldg(a.moduli + l * C + c)), inverse = modulus ? ~uint64_t{0} / modulus : 0;
+      const uint64_t modulus = static_cast<uint64_t>(__ldg(a.moduli + l * C + c)),
+                     inverse = modulus ? ~uint64_t{0} / modulus : 0;
       const int64_t offset = __ldg(a.offsets + l * C + c), order = c / heads + 2;
       int64_t* out = a.rows + (l * positions + first) * C + c;
       for (int i = step; i < count; i += at_once) {

@@ -7,8 +7,7 @@ namespace engram::cuda {
 constexpr int kMaxWarps = 32;
 
 // The sum over the lanes of a warp, in every lane.
-template <typename A>
-__device__ __forceinline__ A warp_sum(A v) {
+template <typename A> __device__ __forceinline__ A warp_sum(A v) {
 #pragma unroll
   for (int bits = kWarp / 2; bits > 0; bits /= 2) v += __shfl_xor_sync(kFullMask, v, bits);
   return v;
@@ -25,8 +24,7 @@ __device__ __forceinline__ void put_warp_sums(const A (&v)[N], A (&scratch)[N][k
     if (threadIdx.x % kWarp == 0) scratch[i][threadIdx.x / kWarp] = sum;
   }
 }
-template <int N, typename A>
-__device__ __forceinline__ A block_total(const A (&scratch)[N][kMaxWarps], int i) {
+template <int N, typename A> __device__ __forceinline__ A block_total(const A (&scratch)[N][kMaxWarps], int i) {
   const unsigned lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
   return warp_sum(lane < warps ? scratch[i][lane] : A(0));
 }

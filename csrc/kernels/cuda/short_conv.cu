@@ -24,7 +24,8 @@ __global__ void __launch_bounds__(kColumnThreads) short_conv_forward_kernel(cons
   const int halo = (kTaps - 1) * static_cast<int>(s.dilation), dilation = static_cast<int>(s.dilation);
   const int skip = kTaps - static_cast<int>(s.taps), thread = static_cast<int>(threadIdx.x);
   const int64_t tiles = (s.tokens + kTile - 1) / kTile;
-  const int64_t g = blockIdx.x % s.branches, tile = blockIdx.x / s.branches % tiles, b = blockIdx.x / s.branches / tiles;
+  const int64_t g = blockIdx.x % s.branches, tile = blockIdx.x / s.branches % tiles,
+                b = blockIdx.x / s.branches / tiles;
   const int64_t t0 = tile * kTile, pitch = s.branches * s.dim, d = int64_t{threadIdx.x} * N, available = s.dim - d;
   const int tokens = static_cast<int>(s.tokens - t0 < kTile ? s.tokens - t0 : kTile), rows = halo + tokens;
   const bool active = available > 0;
@@ -38,7 +39,8 @@ __global__ void __launch_bounds__(kColumnThreads) short_conv_forward_kernel(cons
     scale[i] = used ? A(1) : A(-1);
     if (i >= halo && !(used && s.norm)) rstd[(i - halo) * s.branches] = used ? A(1) : A(0);
   }
-  for (int i = thread; i < tokens; i += static_cast<int>(blockDim.x)) reach[i] = static_cast<int>(reach_back(s, b, t0 + i, halo));
+  for (int i = thread; i < tokens; i += static_cast<int>(blockDim.x))
+    reach[i] = static_cast<int>(reach_back(s, b, t0 + i, halo));
   __syncthreads();
 
   const auto load_row = [&](int i) { return load<N, kVector>(a.x + origin + i * pitch, available); };
@@ -113,8 +115,7 @@ __global__ void __launch_bounds__(kColumnThreads) short_conv_forward_kernel(cons
 }
 
 // Any number of taps, any dilation, any number of columns: first rstd, one warp a row ...
-template <typename T>
-__global__ void __launch_bounds__(kThreads) short_conv_rstd_kernel(const ShortConvForward<T> a) {
+template <typename T> __global__ void __launch_bounds__(kThreads) short_conv_rstd_kernel(const ShortConvForward<T> a) {
   using A = accumulate_t<T>;
   constexpr int N = kLaneElements<T>;
   const ShortConvShape s = a.shape;
@@ -125,7 +126,8 @@ __global__ void __launch_bounds__(kThreads) short_conv_rstd_kernel(const ShortCo
     A sum = 0;
     if (used && s.norm)
       for (int64_t d = lane * N; d < s.dim; d += kWarp * N)
-        for (int64_t n = d; n < d + N && n < s.dim; ++n) sum += static_cast<A>(a.x[row * s.dim + n]) * static_cast<A>(a.x[row * s.dim + n]);
+        for (int64_t n = d; n < d + N && n < s.dim; ++n)
+          sum += static_cast<A>(a.x[row * s.dim + n]) * static_cast<A>(a.x[row * s.dim + n]);
     sum = warp_sum(sum);
     if (lane == 0) a.rstd[row] = !used ? A(0) : s.norm ? reciprocal_root(sum / A(s.dim) + a.eps) : A(1);
   }
@@ -133,24 +135,25 @@ __global__ void __launch_bounds__(kThreads) short_conv_rstd_kernel(const ShortCo
 
 // The convolution of one element; x_column points to it in position 0 of its batch row.
 template <typename T, typename A>
-__device__ __forceinline__ A convolve_any(const ShortConvShape& s, const T* x_column, const A* taps_column, const A* rstd_column,
-                                          int64_t b, int64_t t, int64_t reach) {
+__device__ __forceinline__ A convolve_any(const ShortConvShape& s, const T* x_column, const A* taps_column,
+                                          const A* rstd_column, int64_t b, int64_t t, int64_t reach) {
   A z = 0;
   for (int64_t j = 0; j < s.taps; ++j) {
     const int64_t back = (s.taps - 1 - j) * s.dilation, p = t - back;
     if (back > reach || !counts(s, b, p)) continue;
-    z += taps_column[j * s.branches * s.dim] * (static_cast<A>(x_column[p * s.branches * s.dim]) * rstd_column[p * s.branches]);
+    z += taps_column[j * s.branches * s.dim] *
+         (static_cast<A>(x_column[p * s.branches * s.dim]) * rstd_column[p * s.branches]);
   }
   return z;
 }
 
 // ... then a block a row of x, each thread a column at a time.
-template <typename T>
-__global__ void __launch_bounds__(kThreads) short_conv_any_kernel(const ShortConvForward<T> a) {
+template <typename T> __global__ void __launch_bounds__(kThreads) short_conv_any_kernel(const ShortConvForward<T> a) {
   using A = accumulate_t<T>;
   ENGRAM_SHARED(int64_t, reach, [1]);
   const ShortConvShape s = a.shape;
-  const int64_t g = blockIdx.x % s.branches, t = blockIdx.x / s.branches % s.tokens, b = blockIdx.x / s.branches / s.tokens;
+  const int64_t g = blockIdx.x % s.branches, t = blockIdx.x / s.branches % s.tokens,
+                b = blockIdx.x / s.branches / s.tokens;
   const bool used = counts(s, b, t);
   if (threadIdx.x == 0) reach[0] = used ? reach_back(s, b, t, (s.taps - 1) * s.dilation) : 0;
   __syncthreads();
@@ -159,7 +162,8 @@ __global__ void __launch_bounds__(kThreads) short_conv_any_kernel(const ShortCon
     const T x = a.x[row * s.dim + d];
     T y = s.residual ? x : T(0.0f);
     if (used) {
-      const A z = convolve_any(s, a.x + column + d, a.taps + g * s.dim + d, a.rstd + b * s.tokens * s.branches + g, b, t, reach[0]);
+      const A z = convolve_any(s, a.x + column + d, a.taps + g * s.dim + d, a.rstd + b * s.tokens * s.branches + g, b,
+                               t, reach[0]);
       const A activated = s.silu ? z * sigmoid(z) : z;
       y = static_cast<T>(s.residual ? activated + static_cast<A>(x) : activated);
     }
@@ -181,7 +185,8 @@ __global__ void __launch_bounds__(kColumnThreads) short_conv_backward_kernel(con
   ENGRAM_SHARED(int, reach, [kConvBlock + kMaxHalo]);    // of position t0 + i
   ENGRAM_SHARED(A, sums, [2][kBatch][kMaxWarps]);
   const ShortConvShape s = a.shape;
-  const int dilation = static_cast<int>(s.dilation), halo = (kTaps - 1) * dilation, skip = kTaps - static_cast<int>(s.taps);
+  const int dilation = static_cast<int>(s.dilation), halo = (kTaps - 1) * dilation,
+            skip = kTaps - static_cast<int>(s.taps);
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int64_t part = blockIdx.x / s.branches, g = blockIdx.x % s.branches, pitch = s.branches * s.dim;
   const int64_t d = int64_t{threadIdx.x} * N, available = s.dim - d;
@@ -208,15 +213,17 @@ __global__ void __launch_bounds__(kColumnThreads) short_conv_backward_kernel(con
     const int64_t origin = ((block.b * s.tokens + block.t0) * s.branches + g) * s.dim + d;
     const auto scale_at = [&](int p) { return scale[p + halo]; };
     const auto load_x = [&](int p) {
-      return active && !skipped(scale_at(p)) ? load<N, kVector>(a.x + origin + p * pitch, available) : zero_pack<T, N>();
+      return active && !skipped(scale_at(p)) ? load<N, kVector>(a.x + origin + p * pitch, available)
+                                             : zero_pack<T, N>();
     };
     const auto load_grad = [&](int p) {
-      return active && !skipped(scale_at(p)) ? load<N, kVector>(a.grad_out + origin + p * pitch, available) : zero_pack<T, N>();
+      return active && !skipped(scale_at(p)) ? load<N, kVector>(a.grad_out + origin + p * pitch, available)
+                                             : zero_pack<T, N>();
     };
     for (int r = 0; r < dilation && r < tokens; ++r) {
-      Pack<T, N> x[kTaps];       // at s - halo, ..., s - dilation, s
-      A grad_z[kTaps][N] = {};   // a, at the same positions
-      unsigned used[kTaps] = {}; // bit j: tap j counts there
+      Pack<T, N> x[kTaps];        // at s - halo, ..., s - dilation, s
+      A grad_z[kTaps][N] = {};    // a, at the same positions
+      unsigned used[kTaps] = {};  // bit j: tap j counts there
 #pragma unroll
       for (int j = 1; j < kTaps; ++j) x[j] = load_x(r - (kTaps - j) * dilation);
       const int steps = (tokens - r + dilation - 1) / dilation + kTaps - 1;
@@ -258,7 +265,8 @@ __global__ void __launch_bounds__(kColumnThreads) short_conv_backward_kernel(con
           }
           used[kTaps - 1] = bits;
 #pragma unroll
-          for (int n = 0; n < N; ++n) grad_z[kTaps - 1][n] = bits ? (s.silu ? silu_slope(z[n]) : A(1)) * new_grad[u][n] : A(0);
+          for (int n = 0; n < N; ++n)
+            grad_z[kTaps - 1][n] = bits ? (s.silu ? silu_slope(z[n]) : A(1)) * new_grad[u][n] : A(0);
           if (p < tokens) {
 #pragma unroll
             for (int j = 0; j < kTaps; ++j) {
@@ -322,7 +330,9 @@ __global__ void __launch_bounds__(kColumnThreads) short_conv_backward_kernel(con
   if (!active) return;
 #pragma unroll
   for (int j = 0; j < kTaps; ++j)
-    if (j >= skip) store<kVector>(a.partials + ((part * s.taps + j - skip) * s.branches + g) * s.dim + d, narrow<A, N>(S[j]), available);
+    if (j >= skip)
+      store<kVector>(a.partials + ((part * s.taps + j - skip) * s.branches + g) * s.dim + d, narrow<A, N>(S[j]),
+                     available);
 }
 
 // The same for any number of taps, any dilation, any number of columns: each thread a column at a time, everything
@@ -347,7 +357,8 @@ __global__ void __launch_bounds__(kThreads) short_conv_backward_any_kernel(const
     for (int64_t t = block.t0; t < block.t1; ++t) {
       const int64_t row = origin + t * pitch;
       if (!counts(s, b, t)) {
-        for (int64_t d = threadIdx.x; d < s.dim; d += kThreads) a.grad_x[row + d] = s.residual ? a.grad_out[row + d] : T(0.0f);
+        for (int64_t d = threadIdx.x; d < s.dim; d += kThreads)
+          a.grad_x[row + d] = s.residual ? a.grad_out[row + d] : T(0.0f);
         continue;
       }
       int64_t* own_reach = reach + turn * K;
@@ -395,8 +406,7 @@ __global__ void __launch_bounds__(kThreads) short_conv_backward_any_kernel(const
 
 // ---- Weights ----
 
-template <typename A>
-__global__ void __launch_bounds__(kThreads) short_conv_fold_kernel(const ShortConvWeights<A> a) {
+template <typename A> __global__ void __launch_bounds__(kThreads) short_conv_fold_kernel(const ShortConvWeights<A> a) {
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < a.count; i += int64_t{gridDim.x} * kThreads) {
     const A norm = a.norm_weight ? a.norm_weight[i] : A(1);
     for (int64_t j = 0; j < a.kernel; ++j) a.taps[j * a.count + i] = a.weight[i * a.kernel + j] * norm;
@@ -420,22 +430,19 @@ __global__ void __launch_bounds__(kFoldThreads) short_conv_unfold_kernel(const S
 
 }  // namespace
 
-template <typename A>
-cudaError_t short_conv_fold(const ShortConvWeights<A>& a, cudaStream_t stream) {
+template <typename A> cudaError_t short_conv_fold(const ShortConvWeights<A>& a, cudaStream_t stream) {
   if (a.count == 0) return cudaSuccess;
   ENGRAM_LAUNCH(short_conv_fold_kernel<A>, grid_for(a.count, kThreads), dim3(kThreads), 0, stream, a);
   return ENGRAM_LAUNCH_ERROR();
 }
 
-template <typename A>
-cudaError_t short_conv_unfold(const ShortConvWeights<A>& a, cudaStream_t stream) {
+template <typename A> cudaError_t short_conv_unfold(const ShortConvWeights<A>& a, cudaStream_t stream) {
   if (a.count == 0) return cudaSuccess;
   ENGRAM_LAUNCH(short_conv_unfold_kernel<A>, grid_for(a.count, kWarp), dim3(kFoldThreads), 0, stream, a);
   return ENGRAM_LAUNCH_ERROR();
 }
 
-template <typename T>
-cudaError_t short_conv_forward(const ShortConvForward<T>& a, cudaStream_t stream) {
+template <typename T> cudaError_t short_conv_forward(const ShortConvForward<T>& a, cudaStream_t stream) {
   const ShortConvShape& s = a.shape;
   constexpr int N = kLaneElements<T>;
   const int64_t rows = s.batch * s.tokens * s.branches, packs = divide_up(s.dim, N);
@@ -445,8 +452,7 @@ cudaError_t short_conv_forward(const ShortConvForward<T>& a, cudaStream_t stream
     const dim3 grid = grid_for(s.batch * divide_up(s.tokens, kTile) * s.branches, 1), block(whole_warps(packs));
     if (s.dim % N == 0 && aligned(16, 0, {a.x, a.out}))
       ENGRAM_LAUNCH((short_conv_forward_kernel<T, true>), grid, block, 0, stream, a);
-    else
-      ENGRAM_LAUNCH((short_conv_forward_kernel<T, false>), grid, block, 0, stream, a);
+    else ENGRAM_LAUNCH((short_conv_forward_kernel<T, false>), grid, block, 0, stream, a);
   } else {
     ENGRAM_LAUNCH(short_conv_rstd_kernel<T>, grid_for(rows, kThreads / kWarp), dim3(kThreads), 0, stream, a);
     ENGRAM_LAUNCH(short_conv_any_kernel<T>, grid_for(rows, 1), dim3(kThreads), 0, stream, a);
@@ -454,8 +460,7 @@ cudaError_t short_conv_forward(const ShortConvForward<T>& a, cudaStream_t stream
   return ENGRAM_LAUNCH_ERROR();
 }
 
-template <typename T>
-cudaError_t short_conv_backward(const ShortConvBackward<T>& a, cudaStream_t stream) {
+template <typename T> cudaError_t short_conv_backward(const ShortConvBackward<T>& a, cudaStream_t stream) {
   const ShortConvShape& s = a.shape;
   // A thread owns few columns, to leave registers for what it keeps of them.
   constexpr int N = sizeof(T) == 8 ? 2 : 4;
@@ -467,18 +472,19 @@ cudaError_t short_conv_backward(const ShortConvBackward<T>& a, cudaStream_t stre
   } else {
     const int64_t shared_bytes = 2 * s.taps * static_cast<int64_t>(sizeof(int64_t));
     if (shared_bytes > 40 * 1024) return cudaErrorInvalidValue;
-    ENGRAM_LAUNCH(short_conv_backward_any_kernel<T>, grid, dim3(kThreads), static_cast<size_t>(shared_bytes), stream, a);
+    ENGRAM_LAUNCH(short_conv_backward_any_kernel<T>, grid, dim3(kThreads), static_cast<size_t>(shared_bytes), stream,
+                  a);
   }
   return ENGRAM_LAUNCH_ERROR();
 }
 
-#define INSTANTIATE(T)                                                                     \
-  template cudaError_t short_conv_forward<T>(const ShortConvForward<T>&, cudaStream_t);    \
+#define INSTANTIATE(T)                                                                  \
+  template cudaError_t short_conv_forward<T>(const ShortConvForward<T>&, cudaStream_t); \
   template cudaError_t short_conv_backward<T>(const ShortConvBackward<T>&, cudaStream_t);
 ENGRAM_FOR_EACH_FLOAT(INSTANTIATE)
 #undef INSTANTIATE
-#define INSTANTIATE(A)                                                                   \
-  template cudaError_t short_conv_fold<A>(const ShortConvWeights<A>&, cudaStream_t);     \
+#define INSTANTIATE(A)                                                               \
+  template cudaError_t short_conv_fold<A>(const ShortConvWeights<A>&, cudaStream_t); \
   template cudaError_t short_conv_unfold<A>(const ShortConvWeights<A>&, cudaStream_t);
 INSTANTIATE(float) INSTANTIATE(double)
 

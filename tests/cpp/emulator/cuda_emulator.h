@@ -28,11 +28,11 @@
 // ---- Macros of csrc/kernels/cuda/device.cuh ----
 
 // `T name dims` in shared memory: of exactly this size, filled with NaN bytes at the start of every block.
-#define ENGRAM_SHARED(T, name, dims)                                                                  \
-  typedef T name##_type dims;                                                                         \
-  static const char name##_identity = 0;                                                              \
-  name##_type& name = *static_cast<name##_type*>(                                                     \
-      emulator::shared_array(&name##_identity, sizeof(name##_type), alignof(name##_type)))
+#define ENGRAM_SHARED(T, name, dims)     \
+  typedef T name##_type dims;            \
+  static const char name##_identity = 0; \
+  name##_type& name =                    \
+      *static_cast<name##_type*>(emulator::shared_array(&name##_identity, sizeof(name##_type), alignof(name##_type)))
 #define ENGRAM_DYNAMIC_SHARED(T, name) T* name = static_cast<T*>(emulator::dynamic_shared())
 #define ENGRAM_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   ((void)(stream), emulator::launch(#kernel, (grid), (block), (shared_bytes), (kernel), __VA_ARGS__))
@@ -68,7 +68,8 @@ enum class Barrier : int { plain, count, all, any };
 enum class WarpOp : int { exchange, ballot, sync, match };
 
 // Throws std::runtime_error when the launch is invalid or a thread breaks a rule of CUDA.
-void launch_blocks(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, void (*entry)(void*), void* arguments);
+void launch_blocks(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, void (*entry)(void*),
+                   void* arguments);
 int block_barrier(Barrier kind, int predicate);
 // `name` goes into messages; `in` is this lane's operand, `source` the lane (within the warp) that `exchange` reads.
 void warp_operation(WarpOp op, const char* name, uint32_t mask, const void* in, size_t bytes, int source, void* out);
@@ -90,16 +91,14 @@ void launch(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, void
   launch_blocks(kernel, grid, block, shared_bytes, entry, &call);
 }
 
-template <class T>
-T exchange(const char* name, uint32_t mask, T value, int source) {
+template <class T> T exchange(const char* name, uint32_t mask, T value, int source) {
   static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= 16);
   T result;
   warp_operation(WarpOp::exchange, name, mask, &value, sizeof(T), source, &result);
   return result;
 }
 
-template <class T, class F>
-T read_modify_write(T* address, F update) {
+template <class T, class F> T read_modify_write(T* address, F update) {
   using Word = std::conditional_t<sizeof(T) == 8, uint64_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>>;
   static_assert(sizeof(T) == sizeof(Word));
   Word* word = reinterpret_cast<Word*>(address);
@@ -113,15 +112,11 @@ T read_modify_write(T* address, F update) {
   return old;
 }
 
-template <class T>
-const T* aligned(const T* p) {
+template <class T> const T* aligned(const T* p) {
   if (reinterpret_cast<uintptr_t>(p) % alignof(T) != 0) fail("misaligned address");
   return p;
 }
-template <class T>
-T* aligned(T* p) {
-  return const_cast<T*>(aligned(const_cast<const T*>(p)));
-}
+template <class T> T* aligned(T* p) { return const_cast<T*>(aligned(const_cast<const T*>(p))); }
 
 }  // namespace emulator
 
@@ -146,24 +141,20 @@ inline int lane() {
 inline int segment_begin(int width) { return lane() & ~(width - 1); }
 }  // namespace emulator
 
-template <class T>
-T __shfl_sync(uint32_t mask, T v, int source, int width = 32) {
+template <class T> T __shfl_sync(uint32_t mask, T v, int source, int width = 32) {
   return emulator::exchange("__shfl_sync", mask, v, emulator::segment_begin(width) + (source & (width - 1)));
 }
-template <class T>
-T __shfl_xor_sync(uint32_t mask, T v, int bits, int width = 32) {
+template <class T> T __shfl_xor_sync(uint32_t mask, T v, int bits, int width = 32) {
   const int from = emulator::lane() ^ bits;
   const bool inside = from < emulator::segment_begin(width) + width;
   return emulator::exchange("__shfl_xor_sync", mask, v, inside ? from : emulator::lane());
 }
-template <class T>
-T __shfl_down_sync(uint32_t mask, T v, unsigned delta, int width = 32) {
+template <class T> T __shfl_down_sync(uint32_t mask, T v, unsigned delta, int width = 32) {
   const int from = emulator::lane() + static_cast<int>(delta);
   const bool inside = from < emulator::segment_begin(width) + width;
   return emulator::exchange("__shfl_down_sync", mask, v, inside ? from : emulator::lane());
 }
-template <class T>
-T __shfl_up_sync(uint32_t mask, T v, unsigned delta, int width = 32) {
+template <class T> T __shfl_up_sync(uint32_t mask, T v, unsigned delta, int width = 32) {
   const int from = emulator::lane() - static_cast<int>(delta);
   const bool inside = from >= emulator::segment_begin(width);
   return emulator::exchange("__shfl_up_sync", mask, v, inside ? from : emulator::lane());
@@ -176,8 +167,7 @@ inline uint32_t __ballot_sync(uint32_t mask, int predicate) {
 }
 inline int __any_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
-template <class T>
-uint32_t __match_any_sync(uint32_t mask, T v) {
+template <class T> uint32_t __match_any_sync(uint32_t mask, T v) {
   uint64_t in = 0;
   uint32_t result;
   std::memcpy(&in, &v, sizeof(T));
@@ -185,24 +175,19 @@ uint32_t __match_any_sync(uint32_t mask, T v) {
   return result;
 }
 
-template <class T>
-T atomicAdd(T* p, std::type_identity_t<T> v) {
+template <class T> T atomicAdd(T* p, std::type_identity_t<T> v) {
   return emulator::read_modify_write(p, [v](T old) { return static_cast<T>(old + v); });
 }
-template <class T>
-T atomicMax(T* p, std::type_identity_t<T> v) {
+template <class T> T atomicMax(T* p, std::type_identity_t<T> v) {
   return emulator::read_modify_write(p, [v](T old) { return std::max(old, v); });
 }
-template <class T>
-T atomicMin(T* p, std::type_identity_t<T> v) {
+template <class T> T atomicMin(T* p, std::type_identity_t<T> v) {
   return emulator::read_modify_write(p, [v](T old) { return std::min(old, v); });
 }
-template <class T>
-T atomicExch(T* p, std::type_identity_t<T> v) {
+template <class T> T atomicExch(T* p, std::type_identity_t<T> v) {
   return emulator::read_modify_write(p, [v](T) { return v; });
 }
-template <class T>
-T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> v) {
+template <class T> T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> v) {
   return emulator::read_modify_write(p, [=](T old) { return old == expected ? v : old; });
 }
 inline void __threadfence() { emulator::device_fence(); }

@@ -66,9 +66,9 @@ namespace emulator {
 namespace {
 
 constexpr int kWarp = 32, kMaxThreads = 1024, kMaxWarps = kMaxThreads / kWarp;
-constexpr int kMaxCopies = 64;        // asynchronous copies in flight in one thread
-constexpr int kMaxMasks = 8;          // different masks used with __syncwarp in one warp
-constexpr int kMaxSharedArrays = 32;  // static shared arrays of one kernel
+constexpr int kMaxCopies = 64;                 // asynchronous copies in flight in one thread
+constexpr int kMaxMasks = 8;                   // different masks used with __syncwarp in one warp
+constexpr int kMaxSharedArrays = 32;           // static shared arrays of one kernel
 constexpr size_t kMaxSharedBytes = 48 * 1024;  // what every GPU gives without cudaFuncSetAttribute
 constexpr int kMaxTsanFibres = 6000;           // libtsan has room for 8128 threads
 constexpr size_t kPage = 4096, kArenaBytes = size_t{4} << 30;
@@ -265,7 +265,8 @@ void start(Fibre& fibre) {
   if (!fibre.stack) {
     void* memory = mmap(nullptr, stack_bytes() + kPage, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED || mprotect(memory, kPage, PROT_NONE)) throw std::runtime_error("no memory for fibre stacks");
+    if (memory == MAP_FAILED || mprotect(memory, kPage, PROT_NONE))
+      throw std::runtime_error("no memory for fibre stacks");
     fibre.stack = static_cast<char*>(memory) + kPage;
   }
   if (kTsan && !fibre.tsan) fibre.tsan = __tsan_create_fiber(0);
@@ -309,9 +310,14 @@ void draw_priorities() {
   uint64_t warp_priority = 0;
   for (int i = 0; i < g.threads; ++i) {
     switch (options().order) {
-      case Order::ascending: g.priorities[i] = static_cast<uint64_t>(i); break;
-      case Order::descending: g.priorities[i] = static_cast<uint64_t>(g.threads - i); break;
-      case Order::random: break;
+      case Order::ascending:
+        g.priorities[i] = static_cast<uint64_t>(i);
+        break;
+      case Order::descending:
+        g.priorities[i] = static_cast<uint64_t>(g.threads - i);
+        break;
+      case Order::random:
+        break;
       case Order::priority:
         if (i % kWarp == 0) warp_priority = random_number() << 32;
         g.priorities[i] = warp_priority + (random_number() & 0xffff);
@@ -385,10 +391,13 @@ void free_block() {
 }
 
 void check_launch(dim3 grid, dim3 block, size_t shared_bytes) {
-  const auto refuse = [](const char* what) { throw std::runtime_error(std::string(what) + " [launch of " + g.kernel + "]"); };
+  const auto refuse = [](const char* what) {
+    throw std::runtime_error(std::string(what) + " [launch of " + g.kernel + "]");
+  };
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
   if (threads < 1 || threads > kMaxThreads || block.z > 64) refuse("invalid block size");
-  if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535) refuse("invalid grid size");
+  if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535)
+    refuse("invalid grid size");
   if (shared_bytes > kMaxSharedBytes) refuse("more than 48 KB of dynamic shared memory");
 }
 
@@ -401,7 +410,8 @@ Options& options() {
 
 Statistics statistics() { return g.statistics; }
 
-void launch_blocks(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, void (*entry)(void*), void* arguments) {
+void launch_blocks(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, void (*entry)(void*),
+                   void* arguments) {
   const std::lock_guard<std::mutex> lock(launch_mutex);
   g.kernel = kernel;
   check_launch(grid, block, shared_bytes);
@@ -415,7 +425,8 @@ void launch_blocks(const char* kernel, dim3 grid, dim3 block, size_t shared_byte
   if (kTsan) {
     g.main_tsan = __tsan_get_current_fiber();
     if (!g.arena) {
-      void* memory = mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      void* memory =
+          mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       if (memory == MAP_FAILED) throw std::runtime_error("no memory for the arena of shared memory");
       g.arena = static_cast<char*>(memory);
     }
