@@ -1,6 +1,6 @@
 """A pytest plugin: the CPU side of torch.ops.engram runs the CUDA kernels, emulated, so that any test does.
 
-    ENGRAM_EMULATED_LIBRARY=build/.../libengram_emulated.so PYTHONPATH=tests/cpp pytest -p emulated tests/test_forward.py
+    ENGRAM_EMULATED_LIBRARY=.../libengram_emulated.so PYTHONPATH=tests/cpp pytest -p emulated tests/test_forward.py
 
 Outputs start as NaN, so that what a kernel forgets to write shows.
 """

@@ -1,6 +1,6 @@
-// The CUDA kernels, run by the emulator, against the CPU kernels: every kernel on shapes that take each of its paths, in
-// several orders of blocks and threads. Meant for the sanitizers, the race detector above all; the full list of samples
-// runs through Python (emulated.py). Buffers have their exact size and start as NaN.
+// The CUDA kernels, run by the emulator, against the CPU kernels: every kernel on shapes that take each of its paths,
+// in several orders of blocks and threads. Meant for the sanitizers, the race detector above all; the full list of
+// samples runs through Python (emulated.py). Buffers have their exact size and start as NaN.
 #include "kernels/embedding.h"
 #include "kernels/gate.h"
 #include "kernels/gate_conv.h"
@@ -402,7 +402,8 @@ void test_all() {
   test_hash(2, 3, 2, 5, 2, true, false, true, true);
 
   test_embedding<float, int64_t>(40, 4, 37, 32, false, false, 0, 0);
-  test_embedding<float, int32_t>(600, 4, 20, 12, true, true, 70, 0);  // a row over more than 32 chunks
+  test_embedding<float, int32_t>(600, 4, 20, 12, true, true, 70, 0);    // a row over more than 32 chunks
+  test_embedding<Half, int64_t>(1300, 1, 5, 260, false, false, 95, 0);  // and over more than a block has threads
   test_embedding<double, int64_t>(30, 2, 9, 5, false, true, 20, 0);
   test_embedding<BFloat16, int64_t>(50, 3, 30, 80, true, false, 30, 0);
   test_embedding<Half, int32_t>(60, 2, 11, 264, false, true, 50, 0);
@@ -426,6 +427,7 @@ void test_all() {
   test_short_conv<float>(1, 20, 1, 132, 2, 20, false, true, true);
   test_short_conv<double>(2, 9, 3, 6, 3, 2, true, true, false, false);
   test_short_conv<double>(1, 12, 1, 8, 1, 1, true, false, true);
+  test_short_conv<float>(2, 256, 1, 132, 4, 2, true, true, true);  // several warps, several blocks a part
   test_short_conv<BFloat16>(2, 140, 1, 48, 4, 2, true, true, true);
   test_short_conv<Half>(1, 30, 4, 24, 4, 3, true, false, true);
   test_short_conv<BFloat16>(1, 20, 2, 24, 4, 3, true, true, true, true, 1);  // misaligned
@@ -437,7 +439,8 @@ void test_all() {
   test_gate_conv<BFloat16, BFloat16>(1, 131, 1, 320, 4, 3, true, false, true, false);
   test_gate_conv<double, double>(1, 12, 4, 34, 2, 2, false, true, true, true);
   test_gate_conv<float, Half>(2, 9, 4, 136, 3, 2, true, true, true, true);
-  test_gate_conv<Half, Half>(1, 9, 3, 33, 5, 2, true, true, true, true);  // any shape
+  test_gate_conv<Half, Half>(1, 9, 3, 33, 5, 2, true, true, true, true);      // any shape
+  test_gate_conv<float, float>(2, 132, 1, 8, 4, 2, true, true, true, false);  // several blocks a part
   test_gate_conv<BFloat16, BFloat16>(1, 5, 1, 2568, 4, 3, true, false, true, true);
 }
 

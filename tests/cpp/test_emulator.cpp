@@ -1,8 +1,8 @@
 // The emulator's own test. Every case is a small kernel that comes sound and with one planted bug:
 //
 //   test_emulator CASE sound     must run clean, in every order of blocks and threads, under every sanitizer
-//   test_emulator CASE planted   must be caught: by a wrong result or a broken rule of CUDA ("caught: ..." and exit status
-//                                1), or by the sanitizer that the build has, which ends the process with its own report
+//   test_emulator CASE planted   must be caught: by a wrong result or a broken rule of CUDA ("caught: ..." and exit
+//                                status 1), or by the sanitizer of the build, which ends the process with a report
 //
 // CMakeLists.txt says which build has to catch which bug.
 #include "kernels/cuda/device.cuh"

@@ -19,8 +19,8 @@ template <typename Args> __device__ __forceinline__ int64_t row_of(const Args& a
   return -1;
 }
 
-// A block copies `slots_per_block` rows. First one thread a slot finds where its row begins; then the rows are copied as
-// one stream of words, so that writes are contiguous whatever the width of a row.
+// A block copies `slots_per_block` rows. First one thread a slot finds where its row begins; then the rows are copied
+// as one stream of words, so that writes are contiguous whatever the width of a row.
 template <int WORD, typename Index>
 __global__ void __launch_bounds__(kThreads)
     embedding_forward_kernel(const EmbeddingForward<Index> a, int32_t* bad, int slots_per_block,

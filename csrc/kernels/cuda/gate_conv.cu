@@ -196,9 +196,9 @@ template <typename H, typename K> struct Scratch {
   __device__ __forceinline__ A* pair(int64_t row, int64_t slice) const { return sums + (row * slices + slice) * 2; }
 };
 
-// Block = (part; group of columns); a thread owns two neighbouring columns in every branch, with their taps and their S.
-// It sweeps a block of tokens once for every residue modulo the dilation, as in short_conv.cu, and emits a token when its
-// last reader has passed. Sums over columns stop at the warp, so there is no barrier in the sweep.
+// Block = (part; group of columns); a thread owns two neighbouring columns in every branch, with their taps and their
+// S. It sweeps a block of tokens once for every residue modulo the dilation, as in short_conv.cu, and emits a token
+// when its last reader has passed. Sums over columns stop at the warp, so there is no barrier in the sweep.
 template <typename H, typename K, int G>
 __global__ void __launch_bounds__(kSweepThreads) gate_conv_sweep_kernel(const GateConvBackward<H, K> a) {
   using A = accumulate_t<H>;
@@ -349,8 +349,8 @@ __global__ void __launch_bounds__(kSweepThreads) gate_conv_sweep_kernel(const Ga
                        available);
 }
 
-// The same for any shape. Block = (token; kSweepSlices slices); a lane takes the columns 32 apart, everything is computed
-// where it is needed.
+// The same for any shape. Block = (token; kSweepSlices slices); a lane takes the columns 32 apart, everything is
+// computed where it is needed.
 template <typename H, typename K>
 __global__ void __launch_bounds__(kSweepThreads) gate_conv_sweep_any_kernel(const GateConvBackward<H, K> a) {
   using A = accumulate_t<H>;
@@ -456,8 +456,8 @@ __device__ __forceinline__ Coefficients<accumulate_t<H>> coefficients_of(const G
 }
 
 // Block p: the tokens of part p, one after the other; a warp prepares the coefficients of a branch, then thread c goes
-// over its N neighbouring columns in every branch. kBranches > 0: that many branches, one group of columns a thread, R in
-// registers. kBranches == 0: any number of both, R in the partials.
+// over its N neighbouring columns in every branch. kBranches > 0: that many branches, one group of columns a thread, R
+// in registers. kBranches == 0: any number of both, R in the partials.
 template <typename H, typename K, int N, bool kVector, int kBranches>
 __global__ void __launch_bounds__(kColumnThreads) gate_conv_gate_kernel(const GateConvBackward<H, K> a) {
   using A = accumulate_t<H>;

@@ -67,9 +67,9 @@ __device__ void fill_window(const NgramHash& a, int64_t position, int64_t pad, i
   }
 }
 
-// Block (x, l): tile x of the flattened positions, layer l. First one thread a position walks back and leaves its window
-// in shared memory; then one thread a column, and threads side by side write neighbouring columns. The inverse of a
-// modulus is computed once a thread and column.
+// Block (x, l): tile x of the flattened positions, layer l. First one thread a position walks back and leaves its
+// window in shared memory; then one thread a column, and threads side by side write neighbouring columns. The inverse
+// of a modulus is computed once a thread and column.
 __global__ void __launch_bounds__(kThreads) ngram_hash_kernel(const NgramHash a, int32_t* bad, int tile) {
   ENGRAM_DYNAMIC_SHARED(int64_t, window);  // [N, tile]
   const int64_t positions = a.batch * a.tokens, first = int64_t{blockIdx.x} * tile;

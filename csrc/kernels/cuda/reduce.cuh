@@ -29,8 +29,9 @@ template <int N, typename A> __device__ __forceinline__ A block_total(const A (&
   return warp_sum(lane < warps ? scratch[i][lane] : A(0));
 }
 
-// Folds partials [parts, pitch] over the parts, a block for kWarp neighbouring columns below `count`: row r of the block
-// adds the parts r, r + kFoldRows, ..., then the rows are added in order. The total is valid in the threads of row 0.
+// Folds partials [parts, pitch] over the parts, a block for kWarp neighbouring columns below `count`: row r of the
+// block adds the parts r, r + kFoldRows, ..., then the rows are added in order. The total is valid in the threads of
+// row 0.
 constexpr int kFoldRows = 8, kFoldThreads = kFoldRows * kWarp;
 template <typename A>
 __device__ __forceinline__ A fold_parts(const A* partials, int64_t parts, int64_t pitch, int64_t column, int64_t count,

@@ -9,10 +9,10 @@ constexpr int kBatch = 4;            // rows between two barriers
 
 // ---- Forward ----
 
-// Block = (batch row, tile of kTile tokens, branch); thread c owns N neighbouring columns and their taps. The block walks
-// through the tile and the halo before it kBatch rows at a time. While the rows of one batch are squared and summed, the
-// batch before is convolved, whose scales are known by then: one barrier a batch, and loads are asked for a batch ahead.
-// The rows that the older taps need were read a moment ago and come out of the cache.
+// Block = (batch row, tile of kTile tokens, branch); thread c owns N neighbouring columns and their taps. The block
+// walks through the tile and the halo before it kBatch rows at a time. While the rows of one batch are squared and
+// summed, the batch before is convolved, whose scales are known by then: one barrier a batch, and loads are asked for a
+// batch ahead. The rows that the older taps need were read a moment ago and come out of the cache.
 template <typename T, bool kVector>
 __global__ void __launch_bounds__(kColumnThreads) short_conv_forward_kernel(const ShortConvForward<T> a) {
   using A = accumulate_t<T>;
@@ -174,9 +174,9 @@ template <typename T> __global__ void __launch_bounds__(kThreads) short_conv_any
 // ---- Backward ----
 
 // Block = (part, branch); thread c owns N neighbouring columns, their taps and their S. A block of tokens is swept once
-// for every residue r modulo the dilation: steps s = t0 + r, + dilation, ... need one new row of x and of grad_out each,
-// for the last kTaps rows of x and values of a = silu'(z) * grad_out stay in registers. Step s finishes the gradient of
-// token s - halo, but for the sum over its columns: that takes a barrier, shared by kBatch steps.
+// for every residue r modulo the dilation: steps s = t0 + r, + dilation, ... need one new row of x and of grad_out
+// each, for the last kTaps rows of x and values of a = silu'(z) * grad_out stay in registers. Step s finishes the
+// gradient of token s - halo, but for the sum over its columns: that takes a barrier, shared by kBatch steps.
 template <typename T, int N>
 __global__ void __launch_bounds__(kColumnThreads) short_conv_backward_kernel(const ShortConvBackward<T> a) {
   using A = accumulate_t<T>;
@@ -336,7 +336,8 @@ __global__ void __launch_bounds__(kColumnThreads) short_conv_backward_kernel(con
 }
 
 // The same for any number of taps, any dilation, any number of columns: each thread a column at a time, everything
-// recomputed where it is needed, S in the partials. Shared: how far back each of the positions reaches that read a token.
+// recomputed where it is needed, S in the partials. Shared: how far back each of the positions reaches that read a
+// token.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) short_conv_backward_any_kernel(const ShortConvBackward<T> a) {
   using A = accumulate_t<T>;
