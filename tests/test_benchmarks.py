@@ -107,7 +107,7 @@ def test_huge_table_is_aligned_and_equal():
 
 def test_loop_gathers():
     if limits.loops() is None:
-        pytest.skip("no g++")
+        pytest.skip("the machine limits are measured by a C++ program, and there is no g++")
     table, rows = torch.randn(50, 9), torch.randint(50, (4, 5))
     assert torch.equal(limits.gather(table, rows), table[rows])
 

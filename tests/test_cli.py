@@ -112,7 +112,7 @@ def test_check_finds_a_wrong_row(capsys, monkeypatch):
     assert status == 1 and [line.split()[0] for line in lines if line.endswith("FAILED")][0] == "ngram_hash"
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and bool(engram.build_info()["cuda"]), reason="cuda works here")
+@pytest.mark.skipif(torch.cuda.is_available() and bool(engram.build_info()["cuda"]), reason="CUDA can be used here")
 def test_a_device_that_is_not_there(capsys, texts, tmp_path):
     for arguments in (["check", "--device", "cuda"], ["train", "--text", texts, "--device", "cuda", "--out", tmp_path]):
         status, _, error = call(capsys, *arguments)

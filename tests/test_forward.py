@@ -92,12 +92,12 @@ def test_every_instruction_set(isa):
     """Widths, masks and dtypes again, forward and backward, in a process that is held to this one."""
     chosen = engram.build_info()["cpu"]
     if isa == chosen:
-        pytest.skip("what the rest of this run uses")
+        pytest.skip("the rest of this run already uses this instruction set")
     environment = os.environ | dict(ENGRAM_CPU_ISA=isa)
     check = f"import engram; assert engram.build_info()['cpu'] == {isa!r}"
     available = subprocess.run([sys.executable, "-c", check], env=environment, capture_output=True, text=True)
     if "this processor does not have it" in available.stderr:
-        pytest.skip("not on this processor")
+        pytest.skip("this processor does not have the instruction set")
     assert available.returncode == 0, available.stderr
     here = Path(__file__).parent
     again = subprocess.run(

