@@ -125,13 +125,14 @@ def judge(row: dict) -> list[dict]:
     return [verdict for goal in goals_of(row) if (verdict := goal.judge(row))]
 
 
-# At most half of what is wanted, so that any machine can check it, within a minute and without a compiler.
+# Far below what is wanted and what was ever measured: a guard says that something broke, on any machine and however
+# loaded, within a minute and without a compiler.
 GUARDS: list[tuple[str, str, str, str, list[Goal]]] = [
-    ("gate_conv", FORWARD, "A", F32, [times_faster("eager", 8)]),
-    ("gate_conv", BOTH, "A", F32, [times_faster("eager", 10)]),
-    ("gate_conv", FORWARD, "B", BF16, [times_faster("eager", 5)]),
-    ("ngram_hash", FORWARD, "H", F32, [times_faster("numpy demo", 5), times_faster("torch", 2)]),
-    ("embedding", FORWARD, "B", F32, [times_faster("F.embedding", 0.75)]),
-    ("module", FORWARD, "A", F32, [times_faster("eager", 1.2)]),
-    ("module", BOTH, "A", F32, [times_faster("eager", 1.6)]),
+    ("gate_conv", FORWARD, "A", F32, [times_faster("eager", 5)]),
+    ("gate_conv", BOTH, "A", F32, [times_faster("eager", 4)]),
+    ("gate_conv", FORWARD, "B", BF16, [times_faster("eager", 3)]),
+    ("ngram_hash", FORWARD, "H", F32, [times_faster("numpy demo", 4), times_faster("torch", 1.5)]),
+    ("embedding", FORWARD, "B", F32, [times_faster("F.embedding", 0.6)]),
+    ("module", FORWARD, "A", F32, [times_faster("eager", 1.1)]),
+    ("module", BOTH, "A", F32, [times_faster("eager", 1.2)]),
 ]

@@ -263,7 +263,7 @@ def shares(averages, label: str) -> dict[str, float]:
 def guard() -> int:
     """A few ratios that must hold anywhere, on two threads.
 
-    Of the fastest runs, which other processes on the machine disturb least, and with a second chance for a missed one.
+    Of the fastest runs, which other processes on the machine disturb least, and with more chances for a missed one.
     """
     torch.set_num_threads(goals.THREADS)
     missed, begin = 0, time.perf_counter()
@@ -271,7 +271,7 @@ def guard() -> int:
         choice = Choice((op,), (shape,), (DTYPES[dtype],), DEFAULT_TABLES[:1], ("uniform",), (direction,), False)
         work = next(works(choice))
         contenders = [contender for contender in prepare(work) if contender.group != "demo"]
-        for attempt in range(2):
+        for attempt in range(4):
             times = interleave(contenders, 1.5, least=5, first=1)
             row = dict(results=[dict(group=c.group, median_ms=summary(times[c.name])["min_ms"]) for c in contenders])
             verdicts = [goal.judge(row) for goal in wanted]
