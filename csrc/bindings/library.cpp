@@ -8,10 +8,19 @@ STABLE_TORCH_LIBRARY(ENGRAM_LIBRARY, m) {
       "ngram_hash(Tensor token_ids, Tensor multipliers, Tensor moduli, Tensor offsets, int pad_id, "
       "Tensor? token_map=None, Tensor? document_ids=None, Tensor? mask=None, Tensor? history=None) -> Tensor");
 
-  m.def("embedding(Tensor table, Tensor rows, int? row_begin=None, Tensor? mask=None) -> Tensor");
   m.def(
-      "embedding_backward(Tensor grad_out, Tensor rows, SymInt num_rows, int? row_begin=None, Tensor? mask=None) "
-      "-> Tensor");
+      "embedding(Tensor table, Tensor rows, int? row_begin=None, Tensor? mask=None, bool sparse_grad=False, "
+      "Tensor? keys=None, Tensor? runs=None, Tensor? count=None) -> Tensor");
+  m.def("embedding_backward(Tensor grad_out, Tensor keys, Tensor runs, Tensor count, SymInt num_rows) -> Tensor");
+
+  m.def(
+      "row_plan(Tensor rows, SymInt num_rows, int? row_begin=None, Tensor? mask=None) -> "
+      "(Tensor keys, Tensor runs, Tensor count)");
+  m.def("row_sum(Tensor values, Tensor keys, Tensor runs, Tensor count) -> (Tensor rows, Tensor sums)");
+  m.def(
+      "row_update(Tensor(a!) table, Tensor(b!)? first, Tensor(c!)? second, Tensor grad, Tensor? keys, Tensor? runs, "
+      "Tensor? count, Tensor step, str rule, float lr, float beta1=0.0, float beta2=0.0, float eps=0.0, "
+      "float weight_decay=0.0, bool maximize=False, int? seed=None) -> ()");
 
   m.def(
       "gate(Tensor hidden, Tensor key, Tensor value, Tensor? hidden_weight, Tensor? key_weight, float eps, "

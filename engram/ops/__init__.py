@@ -4,6 +4,9 @@ from engram.ops.embedding import embedding
 from engram.ops.gate import gate
 from engram.ops.gate_conv import gate_conv
 from engram.ops.ngram_hash import ngram_hash
+from engram.ops.row_plan import RowPlan, row_plan
+from engram.ops.row_sum import row_sum
+from engram.ops.row_update import row_update
 from engram.ops.short_conv import short_conv
 
-__all__ = ["embedding", "gate", "gate_conv", "ngram_hash", "short_conv"]
+__all__ = ["embedding", "gate", "gate_conv", "ngram_hash", "row_plan", "row_sum", "row_update", "short_conv"]

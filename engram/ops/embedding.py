@@ -5,60 +5,79 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engram.ops._fake import same_device
+from engram.ops.row_plan import RowPlan, row_plan
 
 
 def embedding(
-    table: Tensor, rows: Tensor, *, sparse_grad: bool = False, row_begin: int | None = None, mask: Tensor | None = None
+    table: Tensor,
+    rows: Tensor,
+    *,
+    sparse_grad: bool = False,
+    row_begin: int | None = None,
+    mask: Tensor | None = None,
+    plan: RowPlan | None = None,
 ) -> Tensor:
     """Rows of a table by global row id: ``out[..., c, :] = table[rows[..., c]]`` (arXiv:2601.07372, section 2.2).
 
     Args:
         table: float64, float32, bfloat16 or float16 ``[R, d]``; R * d may pass 2**31.
         rows: int32 or int64 ``[..., C]``, global row ids.
-        sparse_grad: not available yet.
+        sparse_grad: the table's gradient is a coalesced sparse COO tensor of the rows that were read, so that a step
+            costs what the batch touches and nothing in proportion to the table; else dense.
         row_begin: None, or k: the table is the shard ``[k, k + R)`` of a bigger one; rows outside it give zeros and get
             no gradient.
         mask: bool ``[...]``, the leading shape of rows; False = zeros, not read, no gradient.
+        plan: `row_plan(rows, R, row_begin=row_begin, mask=mask)`, where there is one already; None: made in the
+            backward.
 
     Returns:
         ``[..., C, d]`` in the table's dtype.
 
-    The gradient of the table is dense. It is summed in float32 (float64 for float64) in the order of the tokens and
-    rounded once, so it is the same for any thread count, and 4096 bfloat16 ones on one row are 4096.
+    The gradient is summed in float32 (float64 for float64) in the order of the tokens and rounded once, so it is the
+    same for any thread count, and 4096 bfloat16 ones on one row are 4096. A sparse one takes memory for the slots of
+    the batch only; on CUDA it waits for the device, to learn how many rows there are.
 
     Raises:
         IndexError: a row outside ``[0, R)`` without ``row_begin`` (on CUDA it reads as zero, unless ENGRAM_DEBUG=1).
-        ValueError: a wrong dtype, shape or device.
-        NotImplementedError: ``sparse_grad=True``.
+        ValueError: a wrong dtype, shape or device, or a plan of other rows than so many.
     """
-    if sparse_grad:
-        raise NotImplementedError("embedding: sparse_grad=True is not available yet, use sparse_grad=False")
-    return torch.ops.engram.embedding(table, rows, row_begin=row_begin, mask=mask)
+    keys, runs, count = (None, None, None) if plan is None else plan
+    return torch.ops.engram.embedding(table, rows, row_begin, mask, sparse_grad, keys, runs, count)
 
 
 @torch.library.register_fake("engram::embedding")
-def _(table, rows, row_begin=None, mask=None):
-    same_device("embedding", table=table, rows=rows, mask=mask)
+def _(table, rows, row_begin=None, mask=None, sparse_grad=False, keys=None, runs=None, count=None):
+    same_device("embedding", table=table, rows=rows, mask=mask, keys=keys, runs=runs, count=count)
     return table.new_empty((*rows.shape, table.shape[1]))
 
 
 @torch.library.register_fake("engram::embedding_backward")
-def _(grad_out, rows, num_rows, row_begin=None, mask=None):
-    same_device("embedding_backward", grad_out=grad_out, rows=rows, mask=mask)
+def _(grad_out, keys, runs, count, num_rows):
+    same_device("embedding_backward", grad_out=grad_out, keys=keys, runs=runs, count=count)
     return grad_out.new_empty((num_rows, grad_out.shape[-1]))
 
 
 def _setup_context(ctx, inputs, output):
-    table, rows, ctx.row_begin, mask = inputs
-    ctx.save_for_backward(rows, mask)
-    ctx.num_rows = table.shape[0]
+    table, rows, ctx.row_begin, mask, ctx.sparse_grad, *plan = inputs
+    if plan[0] is None:
+        ctx.save_for_backward(rows, mask)
+    else:
+        ctx.save_for_backward(*plan)
+    ctx.shape = table.shape
 
 
 @once_differentiable
 def _backward(ctx, grad_out):
-    rows, mask = ctx.saved_tensors
-    grad = torch.ops.engram.embedding_backward(grad_out, rows, ctx.num_rows, row_begin=ctx.row_begin, mask=mask)
-    return grad, None, None, None
+    plan = ctx.saved_tensors
+    if len(plan) == 2:
+        rows, mask = plan
+        plan = row_plan(rows, ctx.shape[0], row_begin=ctx.row_begin, mask=mask)
+    if ctx.sparse_grad:
+        rows, sums = torch.ops.engram.row_sum(grad_out, *plan)
+        grad = torch.sparse_coo_tensor(rows[None], sums, ctx.shape, check_invariants=False, is_coalesced=True)
+    else:
+        grad = torch.ops.engram.embedding_backward(grad_out, *plan, ctx.shape[0])
+    return grad, *[None] * 7
 
 
 torch.library.register_autograd("engram::embedding", _backward, setup_context=_setup_context)

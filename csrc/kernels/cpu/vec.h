@@ -166,6 +166,30 @@ template <typename A> ENGRAM_INLINE A sum(vec<A> v) {
   return lanes[0];
 }
 
+// Square roots, correctly rounded.
+ENGRAM_INLINE f32 root(f32 x) {
+#if defined(ENGRAM_HAS_AVX512)
+  return reinterpret_cast<f32>(_mm512_maskz_sqrt_ps(0xffff, reinterpret_cast<__m512>(x)));
+#elif defined(ENGRAM_HAS_F16C)
+  __m256 halves[2];
+  std::memcpy(halves, &x, sizeof x);
+  for (__m256& half : halves) half = _mm256_sqrt_ps(half);
+  std::memcpy(&x, halves, sizeof x);
+  return x;
+#else
+  for (int i = 0; i < 16; ++i) x[i] = std::sqrt(x[i]);
+  return x;
+#endif
+}
+ENGRAM_INLINE f64 root(f64 x) {
+#if defined(ENGRAM_HAS_AVX512)
+  return reinterpret_cast<f64>(_mm512_maskz_sqrt_pd(0xff, reinterpret_cast<__m512d>(x)));
+#else
+  for (int i = 0; i < 8; ++i) x[i] = std::sqrt(x[i]);
+  return x;
+#endif
+}
+
 // sigmoid(x) = 1 / (1 + 2^y), y = -x log2(e) split into integer and fraction; the polynomial is 2^f on [-1/2, 1/2].
 // Beyond y = 126 the result would be below the smallest normal number. A NaN stays one.
 ENGRAM_INLINE f32 exp2_fraction(f32 f) {
