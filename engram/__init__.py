@@ -1,6 +1,7 @@
 """The Engram layer for PyTorch: hashed n-gram memory tables, a context gate and a short convolution.
 
-``engram.ops`` holds the operators, ``engram.nn`` the modules, ``engram.reference`` the same operators in plain PyTorch.
+``engram.ops`` holds the operators, ``engram.nn`` the modules, ``engram.reference`` the same operators in plain PyTorch,
+``engram.optim`` the optimizers for sparse gradients of tables.
 """
 
 import importlib
@@ -24,7 +25,7 @@ from engram.vocab import TokenMap
 __version__ = "0.1.0"
 __all__ = ["EngramConfig", "TokenMap", "build_info", "empty_table", "huge_page_share", "nn", "ops", "reference"]
 
-_LAZY = ("models",)  # imported when first asked for: what most users of the ops do not need
+_LAZY = ("models", "optim")  # imported when first asked for: what most users of the ops do not need
 
 
 def __getattr__(name: str):

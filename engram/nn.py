@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engram import _C, ops, tables
 from engram.boundaries import check_tokenwise, describe, document_runs, visible_tokens
 from engram.config import EngramConfig
-from engram.storage import empty_table, huge_page_share
+from engram.storage import empty_table, fill_normal_, huge_page_share
 from engram.vocab import TokenMap
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -195,11 +195,10 @@ class MultiHeadEmbedding(nn.Module):
     Args:
         sizes: rows of each of the C heads.
         dim: d, width of a row.
-        sparse: sparse gradient for `weight`. Not implemented yet.
+        sparse: the gradient of `weight` is a coalesced sparse tensor of the rows that were read (for `engram.optim`).
         std: standard deviation of the initial rows.
 
     Raises:
-        NotImplementedError: `sparse` is True.
         ValueError: no head, or a size or width below 1.
     """
 
@@ -214,10 +213,7 @@ class MultiHeadEmbedding(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if sparse:
-            raise NotImplementedError(
-                "MultiHeadEmbedding: sparse gradients are not implemented yet, use sparse=False (config: sparse_grad)"
-            )
+        self.sparse = sparse
         self.sizes = tuple(int(size) for size in sizes)
         self.dim = dim
         self.std = std
@@ -227,15 +223,16 @@ class MultiHeadEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the rows from N(0, std)."""
-        nn.init.normal_(self.weight, std=self.std)
+        """Draw the rows from N(0, std), on all cores; the same rows for any thread count."""
+        fill_normal_(self.weight, self.std)
 
-    def forward(self, rows: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, rows: Tensor, mask: Tensor | None = None, plan: ops.RowPlan | None = None) -> Tensor:
         """Look rows up.
 
         Args:
             rows: int32 or int64 [..., C], global rows: head offsets are already in.
             mask: bool [...], False = zeros, no gradient.
+            plan: `ops.row_plan(rows, R, mask=mask)` where several lookups share one; None: made when it is needed.
 
         Returns:
             [..., C, d] in the dtype of `weight`.
@@ -246,12 +243,13 @@ class MultiHeadEmbedding(nn.Module):
         """
         if rows.dim() == 0 or rows.shape[-1] != len(self.sizes):
             raise ValueError(f"MultiHeadEmbedding: rows must be [..., {len(self.sizes)}], got {describe(rows)}")
-        return ops.embedding(self.weight, rows, mask=mask)
+        return ops.embedding(self.weight, rows, sparse_grad=self.sparse, mask=mask, plan=plan)
 
     def extra_repr(self) -> str:
         huge = huge_page_share(self.weight)
         pages = f", huge pages={huge:.0%}" if huge else ""
-        return f"{sum(self.sizes)}, {self.dim}, heads={len(self.sizes)}, std={self.std}{pages}"
+        sparse = ", sparse=True" if self.sparse else ""
+        return f"{sum(self.sizes)}, {self.dim}, heads={len(self.sizes)}, std={self.std}{sparse}{pages}"
 
 
 class ContextGate(nn.Module):
@@ -392,7 +390,6 @@ class Engram(nn.Module):
         device, dtype: of the parameters; the table follows `config.table_dtype` where that is set.
 
     Raises:
-        NotImplementedError: `config.sparse_grad` is True.
         ValueError: a layer that is not in the configuration, or a map of another size.
     """
 

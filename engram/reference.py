@@ -103,19 +103,19 @@ def embedding(
     sparse_grad: bool = False,
     row_begin: int | None = None,
     mask: Tensor | None = None,
+    plan: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Row lookup: out[..., c, :] = table[rows[..., c]].
 
     table float [R, d]; rows int32/int64 [..., C]; mask bool [...]: False gives zeros and is not read. Returns
     [..., C, d] in the table's dtype. With `row_begin` the table is the shard [row_begin, row_begin + R) of a larger
-    one; rows outside of it give zeros. The gradient of a row is summed in float32 (float64 for float64), rounded once.
+    one; rows outside of it give zeros. The gradient of a row is summed in float32 (float64 for float64), rounded once;
+    with `sparse_grad` it is a coalesced sparse tensor of the rows that were read. `plan` saves engram.ops work, and
+    nothing here.
 
-    Raises IndexError for a visible row outside [0, R) without `row_begin`, ValueError for a wrong shape or dtype,
-    NotImplementedError for `sparse_grad`.
+    Raises IndexError for a visible row outside [0, R) without `row_begin`, ValueError for a wrong shape or dtype.
     """
     op = "embedding"
-    if sparse_grad:
-        raise NotImplementedError(f"{op}: sparse_grad=True is not implemented")
     _check(table.dim() == 2, op, "table must be [R, d]", table)
     _check(rows.dim() >= 1 and rows.dtype in (torch.int32, torch.int64), op, "rows must be int32/int64 [..., C]", rows)
     _check_tokenwise(op, rows.shape[:-1], mask=mask)
@@ -130,10 +130,148 @@ def embedding(
     if row_begin is None and not torch.equal(inside, visible):
         wrong = rows[visible & ~inside][0].item()
         raise IndexError(f"{op}: rows must be in [0, {table.shape[0]}), got {wrong}")
+    if sparse_grad:
+        return _SparseLookup.apply(table, local, inside)
     # Only a gradient needs the wider type: it is what the sum over repeated rows is kept in.
     source = table.to(_accumulate(table)) if table.requires_grad else table
     out = source.new_zeros(*rows.shape, table.shape[1])
     return out.index_put((inside,), source[local[inside]]).to(table.dtype)
+
+
+class _SparseLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, table, local, inside):
+        ctx.save_for_backward(local, inside)
+        ctx.shape = table.shape
+        out = table.new_zeros(*local.shape, table.shape[1])
+        return out.index_put((inside,), table[local[inside]])
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        local, inside = ctx.saved_tensors
+        rows, slots = local[inside].unique(return_inverse=True)
+        sums = grad_out.new_zeros(len(rows), ctx.shape[1], dtype=_accumulate(grad_out))
+        sums.index_add_(0, slots, grad_out[inside].to(sums.dtype))
+        sums = sums.to(grad_out.dtype)
+        return torch.sparse_coo_tensor(rows[None], sums, ctx.shape, check_invariants=True, is_coalesced=True), None, None
+
+
+def row_plan(
+    rows: Tensor, num_rows: int, *, row_begin: int | None = None, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The slots of a lookup in order of (row, slot): (keys [slots], runs [slots + 1], count [1]), all int64.
+
+    A key is row << bits | slot, with as many bits as the number of slots has; a slot that is skipped (masked, or in
+    another shard) has row num_rows. Run i is keys[runs[i] : runs[i + 1]]; runs from [count] on is the number of slots
+    that are not skipped.
+
+    Raises IndexError for a visible row outside [0, R) without `row_begin`, ValueError for a wrong shape or dtype.
+    """
+    op = "row_plan"
+    _check(rows.dim() >= 1 and rows.dtype in (torch.int32, torch.int64), op, "rows must be int32/int64 [..., C]", rows)
+    _check_tokenwise(op, rows.shape[:-1], mask=mask)
+    begin = row_begin or 0
+    visible = torch.ones_like(rows, dtype=torch.bool) if mask is None else mask[..., None].expand(rows.shape)
+    local = rows.long() - begin
+    inside = visible & (rows >= begin) & (local < num_rows)
+    if row_begin is None and not torch.equal(inside, visible):
+        raise IndexError(f"{op}: rows must be in [0, {num_rows}), got {rows[visible & ~inside][0].item()}")
+    slots = rows.numel()
+    local = local.masked_fill(~inside, num_rows).flatten()
+    keys = (local << slots.bit_length() | torch.arange(slots, device=rows.device)).sort().values
+    row = keys >> slots.bit_length()
+    touched = int(inside.sum())
+    first = torch.ones_like(row, dtype=torch.bool)
+    first[1:] = row[1:] != row[:-1]
+    starts = first[:touched].nonzero()[:, 0]
+    runs = keys.new_full((slots + 1,), touched)
+    runs[: len(starts)] = starts
+    return keys, runs, keys.new_tensor([len(starts)])
+
+
+def row_sum(values: Tensor, keys: Tensor, runs: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """What belongs to the same row, summed: (rows int64 [n] ascending, sums [n, d]).
+
+    values [..., C, d], one row for each slot of the plan (keys, runs, count) of `row_plan`. Sums are kept in float32
+    (float64 for float64) and rounded once.
+    """
+    slots, runs = keys.numel(), runs[: int(count) + 1]
+    slot = keys[: int(runs[-1])] & ((1 << slots.bit_length()) - 1)
+    run = torch.repeat_interleave(runs.diff())
+    sums = values.new_zeros(int(count), values.shape[-1], dtype=_accumulate(values))
+    sums.index_add_(0, run, values.flatten(0, -2)[slot].to(sums.dtype))
+    return keys[runs[:-1]] >> slots.bit_length(), sums.to(values.dtype)
+
+
+def row_update(
+    table: Tensor,
+    first: Tensor | None,
+    second: Tensor | None,
+    grad: Tensor,
+    keys: Tensor | None,
+    runs: Tensor | None,
+    count: Tensor | None,
+    step: Tensor,
+    *,
+    rule: str,
+    lr: float,
+    beta1: float = 0.0,
+    beta2: float = 0.0,
+    eps: float = 0.0,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    seed: int | None = None,
+) -> None:
+    """One optimizer step in place, on the rows of `table` [R, d] that the plan (keys, runs, count) touches, or on all.
+
+    rule "sgd", "adagrad" or "adam"; formulas and state: `engram.ops.row_update`. Computes in float32 (float64 for
+    float64). `seed` rounds stochastically: the float32 bits plus 16 random ones, cut off after bfloat16's.
+    """
+    if table.numel() == 0:
+        return
+    wide = _accumulate(table)
+    if keys is None:
+        rows, g = torch.arange(table.shape[0], device=table.device), grad.to(wide)
+    else:
+        rows, g = row_sum(grad.to(wide), keys, runs, count)
+    g = -g if maximize else g
+    w = table[rows].to(wide) * (1 - lr * weight_decay)
+    change, number = g, step.item()
+    if first is not None:
+        change = beta1 * first[rows] + (1 - beta1 if rule == "adam" else 1) * g
+        first[rows] = change
+        if rule == "adam":
+            change = change / (1 - beta1**number)
+    if second is not None:
+        squares = g.square() if second.dim() == 2 else g.square().mean(1)
+        v = beta2 * second[rows] + (1 - beta2) * squares if rule == "adam" else second[rows] + squares
+        second[rows] = v
+        v = v / (1 - beta2**number) if rule == "adam" else v
+        change = change / ((v if second.dim() == 2 else v[:, None]).sqrt() + eps)
+    w = w - lr * change
+    if seed is not None:
+        bits = w.view(torch.int32) + _rounding_bits(seed, number, rows, w.shape[1]).to(torch.int32)
+        w = torch.where(w.isnan(), w, (bits & -0x10000).view(torch.float32))
+    table[rows] = w.to(table.dtype)
+
+
+def _mix_bits(z: Tensor) -> Tensor:
+    """A hash of 64 bits; >> of int64 repeats the sign, which is cut off."""
+    z = (z ^ (z >> 30 & 2**34 - 1)) * (0xBF58476D1CE4E5B9 - 2**64)
+    z = (z ^ (z >> 27 & 2**37 - 1)) * (0x94D049BB133111EB - 2**64)
+    return z ^ (z >> 31 & 2**33 - 1)
+
+
+def _rounding_bits(seed: int, step: int, rows: Tensor, width: int) -> Tensor:
+    """16 random bits [n, d] for each row and column."""
+    golden, low = 0x9E3779B97F4A7C15 - 2**64, 2**32 - 1
+    run = _mix_bits(rows.new_tensor(seed) + golden * rows.new_tensor(step))
+    key = _mix_bits(run + golden * (rows + 1))[:, None]
+    x = torch.arange(width, device=rows.device) * 0x9E3779B9 + (key & low) & low
+    x = (x ^ x >> 16) * 0x7FEB352D & low
+    x = (x ^ x >> 15) * 0x846CA68B + (key >> 32 & low) & low
+    x = (x ^ x >> 16) * 0x7FEB352D & low
+    return x >> 16
 
 
 def gate(

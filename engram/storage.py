@@ -1,13 +1,16 @@
-"""Memory for tables on the CPU: a random row of a big table misses the page-table cache, unless pages are huge."""
+"""Memory for tables on the CPU, and its first filling: a random row of a big table misses the page-table cache, unless
+pages are huge; a big table takes minutes to draw, unless all cores do it."""
 
 import math
 import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+DRAW_BLOCK = 1 << 20  # elements
 HUGE_PAGE = 2 << 20  # bytes; the size that Linux calls transparent huge pages on x86-64 and most aarch64
 
 
@@ -28,10 +31,22 @@ def empty_table(rows: int, dim: int, *, dtype: torch.dtype | None = None) -> Ten
     """
     if rows < 0 or dim < 0:
         raise ValueError(f"empty_table: rows and dim must be at least 0, got {rows} and {dim}")
-    dtype = torch.get_default_dtype() if dtype is None else dtype
-    size = rows * dim * dtype.itemsize
+    memory = _claim(rows * dim, torch.get_default_dtype() if dtype is None else dtype)
+    return torch.empty(rows, dim, dtype=dtype, device="cpu") if memory is None else memory.view(rows, dim)
+
+
+def zeros_where_touched(shape: torch.Size | tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch.zeros for what belongs to the rows of a table: on the CPU in memory as of ``empty_table``, which the system
+    hands out as zeros, so what is never written is never real."""
+    memory = _claim(math.prod(shape), dtype) if torch.device(device).type == "cpu" else None
+    return torch.zeros(shape, dtype=dtype, device=device) if memory is None else memory.view(shape)
+
+
+def _claim(elements: int, dtype: torch.dtype) -> Tensor | None:
+    """Zeros on a 2 MiB boundary that are claimed as they are written; None for less than a huge page."""
+    size = elements * dtype.itemsize
     if size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(rows, dim, dtype=dtype, device="cpu")
+        return None
     # mmap aligns to small pages only: one huge page more than needed leaves room to move the start up to a boundary.
     length = math.ceil(size / HUGE_PAGE) * HUGE_PAGE + HUGE_PAGE
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -40,7 +55,7 @@ def empty_table(rows: int, dim: int, *, dtype: torch.dtype | None = None) -> Ten
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:  # a kernel without transparent huge pages
         pass
-    return torch.frombuffer(memory, dtype=dtype, count=rows * dim, offset=begin).view(rows, dim)
+    return torch.frombuffer(memory, dtype=dtype, count=elements, offset=begin)
 
 
 def huge_page_share(tensor: Tensor) -> float:
@@ -62,3 +77,33 @@ def huge_page_share(tensor: Tensor) -> float:
         elif overlap and first == "AnonHugePages:":
             huge += min(int(line.split()[1]) * 1024, overlap)
     return huge / size
+
+
+@torch.no_grad()
+def fill_normal_(table: Tensor, std: float = 1.0) -> Tensor:
+    """Draw every element from N(0, std), in parallel on the CPU and with the same bits for any thread count.
+
+    The elements are cut into blocks of 2**20, each with a generator of its own whose seed comes from torch's default
+    generator, so `torch.manual_seed` decides the numbers. Tensors of one block or less, and those on other devices, are
+    drawn as `torch.nn.init.normal_` does.
+
+    Args:
+        table: float tensor of any shape; written in place.
+        std: standard deviation, at least 0.
+
+    Returns:
+        table.
+    """
+    plain = type(table.data) is Tensor and table.device.type == "cpu" and table.is_contiguous()
+    if not plain or table.numel() <= DRAW_BLOCK:
+        return torch.nn.init.normal_(table, std=std)
+    seed = int(torch.randint(2**62, ()))
+
+    def draw(block: tuple[int, Tensor]) -> None:
+        index, elements = block
+        elements.normal_(0, std, generator=torch.Generator().manual_seed(seed + index))
+
+    blocks = enumerate(table.detach().view(-1).split(DRAW_BLOCK))
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(draw, blocks))
+    return table

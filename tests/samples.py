@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from engram import reference
 from torch import Tensor
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
@@ -24,6 +25,10 @@ DIFFERENTIABLE = {
         "hidden", "key", "value", "hidden_weight", "key_weight", "conv_weight", "conv_norm_weight",
     ),
 }
+
+
+# What an op writes in place; such an op returns None.
+WRITTEN = {"row_update": ("table", "first", "second")}
 
 
 @dataclass(frozen=True)
@@ -122,11 +127,10 @@ def ngram_hash(
     )
 
 
-def embedding(
-    draw: Draw, *, shape=(2, 5), columns=4, table_rows=37, width=16, row_dtype=torch.int64,
-    row_begin: int | None = None, mask=False, repeats=False, layout="contiguous",
+def row_plan(
+    draw: Draw, *, shape=(2, 5), columns=4, table_rows=37, row_dtype=torch.int64, row_begin: int | None = None,
+    mask=False, repeats=False, layout="contiguous",
 ) -> dict:
-    table = draw.normal(table_rows, width)
     if row_begin is None:
         rows = draw.integers(0, max(1, table_rows), *shape, columns)
     else:                               # a third of the rows lies below the shard, a third above
@@ -137,10 +141,51 @@ def embedding(
     if mask:                            # what is masked is never read
         rows = torch.where(visible[..., None], rows, torch.iinfo(row_dtype).max)
     return dict(
-        table=strided(table, layout),
         rows=strided(rows.to(row_dtype), layout),
+        num_rows=table_rows,
         row_begin=row_begin,
         mask=visible if visible is None else strided(visible, layout),
+    )
+
+
+def embedding(draw: Draw, *, table_rows=37, width=16, layout="contiguous", **rows) -> dict:
+    """`rows`: what `row_plan` takes beside these."""
+    table = strided(draw.normal(table_rows, width), layout)
+    inputs = dict(table=table, **row_plan(draw, table_rows=table_rows, layout=layout, **rows))
+    del inputs["num_rows"]
+    return inputs
+
+
+def row_sum(draw: Draw, *, width=16, layout="contiguous", **sizes) -> dict:
+    """`sizes`: what `row_plan` takes beside these."""
+    plan = row_plan(draw, **sizes)
+    keys, runs, count = reference.row_plan(**plan)
+    values = draw.normal(*plan["rows"].shape, width)
+    if layout != "expanded":            # a plan has no equal keys
+        keys, runs = strided(keys, layout), strided(runs, layout)
+    return dict(values=strided(values, layout), keys=keys, runs=runs, count=count)
+
+
+def row_update(
+    draw: Draw, *, rule="sgd", first=False, second: str | None = None, table_rows=37, width=16, planned=True, step=3,
+    stochastic=False, maximize=False, **sizes,
+) -> dict:
+    """`sizes`: what `row_sum` takes beside these; second: None, "row" or "element"."""
+    state_dtype = torch.float64 if draw.dtype == torch.float64 else torch.float32
+    if planned:
+        gradient = row_sum(draw, table_rows=table_rows, width=width, **sizes)
+        grad, keys, runs, count = gradient.values()
+    else:
+        grad, keys, runs, count = draw.normal(table_rows, width), None, None, None
+    shape = (table_rows, width)[: 1 if second == "row" else 2]
+    return dict(
+        table=draw.normal(table_rows, width),
+        first=draw.normal(table_rows, width, dtype=state_dtype) if first else None,
+        second=draw.normal(*shape, dtype=state_dtype).square() if second else None,
+        grad=grad, keys=keys, runs=runs, count=count,
+        step=torch.tensor([step], device=draw.device),
+        rule=rule, lr=0.1, beta1=0.5 * first, beta2=0.75 * (rule == "adam"), eps=1e-3 * (rule != "sgd"),
+        weight_decay=0.25, maximize=maximize, seed=11 if stochastic and draw.dtype == torch.bfloat16 else None,
     )
 
 
@@ -263,6 +308,59 @@ SAMPLES: dict[str, list[Sample]] = {
         no_table=dict(table_rows=0, shape=(0,)),
         no_shard=dict(table_rows=0, row_begin=5),
     ),
+    "row_plan": _list(
+        row_plan,
+        plain={},
+        mask=dict(mask=True, shape=(3, 8)),
+        shard_int32_mask=dict(row_begin=1000, row_dtype=torch.int32, mask=True, shape=(4, 9)),
+        nothing_touched=dict(row_begin=10**6),
+        one_row=dict(table_rows=1, shape=(30,)),
+        sorted=dict(table_rows=1, shape=(9,), columns=1),
+        runs=dict(shape=(40, 100), table_rows=20, columns=1),
+        one_chunk=dict(shape=(4, 1024), columns=1, table_rows=9000),
+        many=dict(shape=(3, 1700), columns=8, table_rows=10**12, mask=True),
+        huge_shard=dict(shape=(3, 700), columns=8, table_rows=2**40, row_begin=2**40),
+        rows_only=dict(shape=()),
+        **{layout: dict(layout=layout, mask=True, row_begin=10) for layout in LAYOUTS},
+        no_tokens=dict(shape=(2, 0), mask=True),
+        no_table=dict(table_rows=0, shape=(0,)),
+        no_shard=dict(table_rows=0, row_begin=5),
+    ),
+    "row_sum": _list(
+        row_sum,
+        plain={},
+        **{f"width_{width}": dict(width=width) for width in (1, 7, 65, 257, 2048)},
+        mask=dict(mask=True, shape=(3, 8), row_begin=5),
+        repeats=dict(shape=(2, 300), repeats=True, table_rows=20),
+        one_row=dict(table_rows=1, shape=(700,)),
+        nothing_touched=dict(row_begin=10**6),
+        **{layout: dict(layout=layout, mask=True) for layout in LAYOUTS},
+        no_tokens=dict(shape=(2, 0)),
+        no_width=dict(width=0),
+    ),
+    "row_update": _list(
+        row_update,
+        plain={},
+        momentum=dict(first=True, maximize=True),
+        adagrad=dict(rule="adagrad", second="row", repeats=True),
+        adam=dict(rule="adam", first=True, second="element", mask=True),
+        adam_rows=dict(rule="adam", first=True, second="row"),
+        adam_rows_alone=dict(rule="adam", second="row", maximize=True),
+        adam_elements_alone=dict(rule="adam", second="element", step=10**6),
+        stochastic=dict(rule="adam", first=True, second="row", stochastic=True, width=70),
+        stochastic_dense=dict(stochastic=True, planned=False, width=257),
+        dense=dict(rule="adagrad", second="row", planned=False),
+        dense_adam=dict(rule="adam", first=True, second="element", planned=False, table_rows=300),
+        shard=dict(row_begin=100, shape=(4, 9), rule="adagrad", second="row"),
+        one_row=dict(table_rows=1, shape=(700,), rule="adagrad", second="row"),
+        many=dict(shape=(3, 700), columns=8, table_rows=900, width=24, rule="adam", first=True, second="element"),
+        **{f"width_{width}": dict(width=width, rule="adam", first=True, second="row")
+           for width in (1, 3, 65, 130, 1025, 2048)},
+        nothing_touched=dict(row_begin=10**6, rule="adagrad", second="row"),
+        no_tokens=dict(shape=(2, 0), rule="adagrad", second="row"),
+        no_table=dict(table_rows=0, planned=False),
+        no_width=dict(width=0, rule="adagrad", second="row"),
+    ),
     "gate": _list(
         gate,
         plain={},
@@ -371,6 +469,16 @@ def each_sample(*ops: str) -> list[tuple[str, Sample]]:
     return [(op, sample) for op in ops or SAMPLES for sample in SAMPLES[op]]
 
 
+def results_of(op: str, function: Callable, inputs: dict) -> list[Tensor]:
+    """What a call gives, in a list; of an op that works in place what it has written, into copies."""
+    inputs = inputs | {name: inputs[name].clone() for name in WRITTEN.get(op, ()) if inputs[name] is not None}
+    result = function(**inputs)
+    if op in WRITTEN:
+        assert result is None
+        return [inputs[name] for name in WRITTEN[op] if inputs[name] is not None]
+    return list(result) if isinstance(result, tuple) else [result]
+
+
 def to_double(inputs: dict) -> dict:
     """The same numbers in float64: what the oracle computes on."""
     return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
@@ -380,8 +488,9 @@ def backward_inputs(op: str, inputs: dict) -> dict:
     """The arguments of `torch.ops.engram.<op>_backward` that belong to a forward call with these inputs."""
     outputs = getattr(torch.ops.engram, op)(**inputs)
     if op == "embedding":
-        kept, saved = {k: v for k, v in inputs.items() if k != "table"}, dict(num_rows=inputs["table"].shape[0])
-        out = outputs
+        out, num_rows = outputs, inputs["table"].shape[0]
+        plan = reference.row_plan(inputs["rows"], num_rows, row_begin=inputs["row_begin"], mask=inputs["mask"])
+        kept, saved = dict(zip(("keys", "runs", "count"), plan)), dict(num_rows=num_rows)
     else:
         kept = {k: v for k, v in inputs.items() if k != "eps"}
         out, saved = outputs[0], {"rstd" if op == "short_conv" else "stats": outputs[1]}

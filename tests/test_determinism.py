@@ -2,11 +2,14 @@
 import pytest
 import torch
 from engram import ops
-from samples import DEVICES, DIFFERENTIABLE, Sample, named
+from samples import DEVICES, DIFFERENTIABLE, Sample, named, results_of
 
 LARGE = {
     "ngram_hash": named("ngram_hash", "long")[0].at(batch=3, tokens=5000),
     "embedding": named("embedding", "repeats")[0].at(shape=(4, 3000), table_rows=50, width=24),
+    "row_plan": named("row_plan", "many")[0],
+    "row_sum": named("row_sum", "repeats")[0].at(shape=(4, 3000), table_rows=50, width=24),
+    "row_update": named("row_update", "stochastic")[0].at(shape=(4, 3000), table_rows=5000, width=24),
     "gate": named("gate", "mask_residual")[0].at(shape=(3, 900), width=48),
     "short_conv": named("short_conv", "long")[0].at(tokens=900, width=48),
     "gate_conv": named("gate_conv", "long")[0].at(tokens=900, width=48),
@@ -16,9 +19,9 @@ LARGE = {
 def results(op: str, sample: Sample, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
     inputs = sample(device, dtype)
     wanted = {name: inputs[name].requires_grad_() for name in DIFFERENTIABLE.get(op, ())}
-    out = getattr(ops, op)(**inputs)
     if not wanted:
-        return [out]
+        return results_of(op, getattr(ops, op), inputs)
+    out = getattr(ops, op)(**inputs)
     grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     return [out.detach(), *torch.autograd.grad(out, list(wanted.values()), grad_out)]
 

@@ -8,7 +8,7 @@ import engram
 import pytest
 import torch
 from engram import ops, reference
-from samples import DEVICES, DIFFERENTIABLE, DTYPES, HALF_DTYPES, each_sample, named, relative_error, to_double
+from samples import DEVICES, DIFFERENTIABLE, DTYPES, HALF_DTYPES, each_sample, named, relative_error, results_of, to_double
 
 # Norm-wise. A half result is the float32 result rounded once: at most the unit roundoff, 2**-8 and 2**-11.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -36,13 +36,30 @@ def test_float_ops(op, sample, dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("op, sample", each_sample("ngram_hash"), ids=str)
-def test_ngram_hash(op, sample, device):
+@pytest.mark.parametrize("op, sample", each_sample("ngram_hash", "row_plan"), ids=str)
+def test_integer_ops(op, sample, device):
     inputs = sample(device)
-    rows = ops.ngram_hash(**inputs)
-    assert rows.dtype == torch.int64 and rows.is_contiguous()
-    assert torch.equal(rows, reference.ngram_hash(**inputs))
+    actual = results_of(op, getattr(ops, op), inputs)
+    for out, expected in zip(actual, results_of(op, getattr(reference, op), inputs), strict=True):
+        assert out.dtype == torch.int64 and out.is_contiguous()
+        assert torch.equal(out, expected)
     assert_unchanged(inputs, sample(device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op, sample", each_sample("row_sum", "row_update"), ids=str)
+def test_row_ops(op, sample, dtype, device):
+    """Sums and states to the rounding of their dtype; a stochastically rounded table to one more bit."""
+    inputs = sample(device, dtype)
+    actual = results_of(op, getattr(ops, op), inputs)
+    oracle = to_double(inputs) | ({"seed": None} if op == "row_update" else {})
+    for out, expected in zip(actual, results_of(op, getattr(reference, op), oracle), strict=True):
+        if expected.dtype == torch.int64:
+            assert torch.equal(out, expected)
+        else:
+            assert relative_error(out, expected) <= TOLERANCE[out.dtype] * (2 if inputs.get("seed") else 1)
+    assert_unchanged(inputs, sample(device, dtype))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -103,7 +120,7 @@ def test_every_instruction_set(isa):
     again = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(here / "test_forward.py"),
          str(here / "test_gradients.py"),
-         "-k", "ngram_hash or (float_ops or against_float64) and (width or mixed or mask or long) and not dtype0"],
+         "-k", "integer_ops or (float_ops or row_ops or against_float64) and (width or mixed or mask or long) and not dtype0"],
         env=environment, cwd=here.parent, capture_output=True, text=True)
     assert again.returncode == 0, again.stdout[-3000:]
 

@@ -607,10 +607,6 @@ def test_reference_state_dict_is_strict():
 
 
 def test_not_there_yet():
-    with pytest.raises(NotImplementedError, match="sparse gradients are not implemented yet"):
-        nn.Engram(configure(sparse_grad=True), 1)
-    with pytest.raises(NotImplementedError, match="sparse gradients are not implemented yet"):
-        nn.MultiHeadEmbedding([3], 2, sparse=True)
     layer = build()
     hidden, ids = draw()
     with pytest.raises(NotImplementedError, match="state is not implemented yet"):

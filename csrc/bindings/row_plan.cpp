@@ -5,7 +5,7 @@ namespace {
 
 constexpr const char* kOp = "row_plan";
 
-void sort_keys(Tensor& keys, int bits) {
+void sort_keys(Tensor& keys, int bits, int slot_bits) {
   const int64_t slots = keys.numel();
   int64_t* data = keys.mutable_data_ptr<int64_t>();
   // A coalesced sparse gradient comes sorted.
@@ -16,8 +16,8 @@ void sort_keys(Tensor& keys, int bits) {
   if (descends < 0) return;
   const int64_t chunks = std::min<int64_t>(64, slots / 4096 + 1);
   Tensor scratch = empty(keys, {slots}), starts = empty(keys, {chunks, cpu::kSortBuckets});
-  const cpu::SortKeys sort{data, scratch.mutable_data_ptr<int64_t>(), starts.mutable_data_ptr<int64_t>(), slots, chunks,
-                           bits};
+  const cpu::SortKeys sort{
+      data, scratch.mutable_data_ptr<int64_t>(), starts.mutable_data_ptr<int64_t>(), slots, chunks, bits, slot_bits};
   parallel(chunks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) cpu::sort_count(sort, i);
   });
@@ -34,7 +34,7 @@ template <typename Index> void launch(const Cpu&, const RowKeys<Index>& a, Tenso
   const int64_t bad =
       parallel_first(a.slots, grain_for(8), [&](int64_t begin, int64_t end) { return cpu::row_keys(a, begin, end); });
   if (bad != kNoBadRow) bad_row(kOp, std::to_string(a.rows[bad]), a.table_rows);
-  sort_keys(keys, bits_of(a.table_rows) + a.slot_bits);
+  sort_keys(keys, bits_of(a.table_rows) + a.slot_bits, a.slot_bits);
 }
 
 void launch(const Cpu&, const RowRuns& a) {

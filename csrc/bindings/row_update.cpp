@@ -1,6 +1,8 @@
 #include "kernels/row_update.h"
 #include "row_sum.h"
 
+#include <cmath>
+
 namespace engram {
 namespace {
 
@@ -22,6 +24,10 @@ template <typename T> void launch(const Cuda& device, const RowUpdate<T>& a) {
   device.check(cuda::row_update(a, device.stream));
 }
 #endif
+
+void require_range(const char* argument, double value, bool ok, const char* expected) {
+  if (!ok) fail(kOp, argument, expected, std::to_string(value));
+}
 
 // Written in place, so it has to be what it is: no copy may stand in for it.
 void require_in_place(const char* argument, const Tensor& t, ScalarType dtype, const Tensor& table) {
@@ -60,6 +66,12 @@ void row_update(Tensor table, OptionalTensor first, OptionalTensor second, Tenso
   require_device(kOp, "step", step, table);
   require_long(kOp, "step", step);
   require(step.numel() == 1, kOp, "step", "of one element", step);
+  require_range("lr", lr, lr >= 0 && std::isfinite(lr), "at least 0 and finite");
+  require_range("beta1", beta1, beta1 >= 0 && beta1 < 1, "in [0, 1)");
+  require_range("beta2", beta2, beta2 >= 0 && beta2 < 1, "in [0, 1)");
+  require_range("eps", eps, eps >= 0, "at least 0");
+  require_range("weight_decay", weight_decay, weight_decay >= 0 && std::isfinite(weight_decay),
+                "at least 0 and finite");
   if (seed && table.scalar_type() != ScalarType::BFloat16)
     fail(kOp, "seed", "None unless table is bfloat16", "a table of " + describe(table));
   if (keys.has_value() != runs.has_value() || keys.has_value() != count.has_value())

@@ -15,7 +15,7 @@ namespace engram {
 // The finished plan. A key is (row << slot_bits) | slot.
 struct RowPlan {
   const int64_t* keys;   // [slots]
-  const int64_t* runs;   // [slots + 1]; from runs[count] + 1 on unspecified
+  const int64_t* runs;   // [slots + 1]; from runs[count] on the number of slots that are not skipped
   const int64_t* count;  // [1]
   int64_t slots;
   int slot_bits;  // slots <= 2^slot_bits
@@ -52,7 +52,7 @@ struct RowRuns {
   int slot_bits;
 };
 constexpr int64_t kRunChunk = 4096;
-constexpr int64_t run_chunks(int64_t slots) { return (slots + kRunChunk - 1) / kRunChunk; }
+constexpr int64_t run_chunks(int64_t slots) { return slots / kRunChunk + 1; }  // of the slots + 1 entries of runs
 
 constexpr int64_t kNoBadRow = -1;
 
@@ -75,7 +75,8 @@ struct SortKeys {
   int64_t* scratch;  // [count]
   int64_t* starts;   // [chunks, kSortBuckets], scratch; afterwards starts[bucket] = end of the bucket
   int64_t count, chunks;
-  int bits;  // keys < 2^bits
+  int bits;         // keys < 2^bits
+  int ordered = 0;  // keys that differ in these low bits only are in order already, and are left that way
 };
 constexpr int kSortBucketBits = 6;
 constexpr int64_t kSortBuckets = int64_t{1} << kSortBucketBits;

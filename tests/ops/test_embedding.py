@@ -1,4 +1,5 @@
 """embedding: its errors, the edges of the table, tables past 2**31 elements."""
+import importlib
 import os
 import re
 import time
@@ -6,7 +7,7 @@ import time
 import pytest
 import torch
 from engram import ops, reference
-from samples import DEVICES, DTYPES, named
+from samples import DEVICES, DTYPES, SAMPLES, named
 
 INT64_MAX = torch.iinfo(torch.int64).max
 LOOKUP = [ops.embedding, reference.embedding]
@@ -113,7 +114,7 @@ def test_gradient_past_2_31_elements():
     rows = 2**31 // width + 10
     touched = torch.tensor([[0, rows - 1, rows - 1, rows // 2]])
     grad_out = torch.randn(1, 4, width).bfloat16()
-    grad = torch.ops.engram.embedding_backward(grad_out, touched, rows)
+    grad = torch.ops.engram.embedding_backward(grad_out, *ops.row_plan(touched, rows), rows)
     last = (grad_out[0, 1].float() + grad_out[0, 2].float()).bfloat16()
     assert torch.equal(grad[touched[0]], torch.stack([grad_out[0, 0], last, last, grad_out[0, 3]]))
     assert not grad[rows - 2].any() and not grad[1].any()
@@ -135,13 +136,111 @@ def test_backward_keeps_pace_with_forward(table_rows):
         return min(times)
 
     forward = fastest(lambda: ops.embedding(table, rows))
-    assert fastest(lambda: torch.ops.engram.embedding_backward(grad_out, rows, table_rows)) < 40 * forward
+    def backward():
+        torch.ops.engram.embedding_backward(grad_out, *ops.row_plan(rows, table_rows), table_rows)
+
+    assert fastest(backward) < 40 * forward
 
 
-def test_sparse_gradients_wait_for_their_turn():
+def gradients(inputs: dict, function=ops.embedding, **options) -> torch.Tensor:
+    table = inputs["table"].detach().clone().requires_grad_()
+    out = function(**inputs | dict(table=table) | options)
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.autograd.grad(out, table, grad_out.to(out))[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sample", SAMPLES["embedding"], ids=str)
+def test_sparse_gradient(sample, dtype, device):
+    """Coalesced, of the rows that were read only, and to the bit the dense one; a plan changes nothing."""
+    inputs = sample(device, dtype)
+    sparse, dense = gradients(inputs, sparse_grad=True), gradients(inputs)
+    assert sparse.layout == torch.sparse_coo and sparse.is_coalesced() and sparse.dtype == dtype
+    rows = sparse.indices()[0]
+    assert sparse.shape == dense.shape and bool((rows.diff() > 0).all())
+    assert torch.equal(sparse.to_dense(), dense)
+    read = inputs["rows"] - (inputs["row_begin"] or 0)
+    seen = torch.ones_like(read, dtype=torch.bool) if inputs["mask"] is None else inputs["mask"][..., None]
+    inside = seen & (inputs["rows"] >= (inputs["row_begin"] or 0)) & (read < len(dense))
+    assert torch.equal(rows, read[inside].unique())
+    plan = ops.row_plan(inputs["rows"], len(dense), row_begin=inputs["row_begin"], mask=inputs["mask"])
+    assert torch.equal(gradients(inputs, sparse_grad=True, plan=plan).to_dense(), dense)
+    assert torch.equal(gradients(inputs, plan=plan), dense)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["plain", "mask", "repeats", "shard"])
+def test_the_reference_is_sparse_too(name, dtype):
+    inputs = named("embedding", name)[0]("cpu", dtype)
+    expected, actual = gradients(inputs, reference.embedding, sparse_grad=True), gradients(inputs, sparse_grad=True)
+    assert expected.is_coalesced() and torch.equal(expected.indices(), actual.indices())
+    assert torch.allclose(expected.values().double(), actual.values().double(), rtol=2**-7 if dtype.itemsize == 2 else 1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_4096_ones(dtype, device):
+    table = torch.zeros(9, 8, dtype=dtype, device=device, requires_grad=True)
+    ops.embedding(table, torch.full((4096, 1), 5, device=device), sparse_grad=True).sum().backward()
+    assert table.grad._indices().tolist() == [[5]] and table.grad._values().tolist() == [[4096.0] * 8]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_sparse_gradient_compiles(backend):
+    """One graph, forward and backward, and none but dynamic recompilations for other sizes."""
+    compiled = torch.compile(lambda table, rows: ops.embedding(table, rows, sparse_grad=True).sin(), fullgraph=True,
+                             dynamic=True, backend=backend)
+    for tokens in (6, 11):
+        tables = [torch.randn(40, 8).requires_grad_() for _ in range(2)]
+        tables[1].data.copy_(tables[0].data)
+        rows = torch.randint(40, (tokens, 5))
+        compiled(tables[0], rows).sum().backward()
+        ops.embedding(tables[1], rows).sin().sum().backward()
+        assert tables[0].grad.layout == torch.sparse_coo
+        assert torch.allclose(tables[0].grad.to_dense(), tables[1].grad)
+
+
+def test_a_frozen_table_costs_nothing(monkeypatch):
+    def never(*_):
+        raise AssertionError("a backward for a table that needs none")
+
+    weight = torch.ones(4, requires_grad=True)
+    monkeypatch.setattr(importlib.import_module("engram.ops.embedding"), "row_plan", never)
+    (ops.embedding(torch.ones(9, 4), torch.zeros(3, 2, dtype=torch.int64), sparse_grad=True) * weight).sum().backward()
+    assert torch.equal(weight.grad, torch.full((4,), 6.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1, 264])
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32])
+def test_sparse_gradient_past_2_31_elements(tmp_path, width, kind):
+    rows = 2**31 // width + 10
+    if width == 1 and kind == torch.int32:
+        rows = 2**31 - 1
+    table = torch.from_file(str(tmp_path / "table"), shared=True, size=rows * width, dtype=torch.bfloat16)
+    table = table.view(rows, width).requires_grad_()
+    touched = torch.tensor([[0, rows - 1, rows - 1, rows // 2]], dtype=torch.int64)
+    if rows <= 2**31 - 1:
+        touched = touched.to(kind)
+    grad_out = torch.randn(1, 4, width).bfloat16()
+    grad, = torch.autograd.grad(ops.embedding(table, touched, sparse_grad=True), table, grad_out)
+    last = (grad_out[0, 1].float() + grad_out[0, 2].float()).bfloat16()
+    assert grad.indices()[0].tolist() == [0, rows // 2, rows - 1]
+    assert torch.equal(grad.values(), torch.stack([grad_out[0, 0], grad_out[0, 3], last]))
+
+
+@pytest.mark.parametrize("argument, value, expected", [
+    ("keys", torch.zeros(39, dtype=torch.int64), "[slots]"),
+    ("keys", torch.zeros(40), "int64"),
+    ("runs", torch.zeros(40, dtype=torch.int64), "[slots + 1]"),
+    ("count", torch.zeros(2, dtype=torch.int64), "[1]"),
+])
+def test_plan_errors(argument, value, expected):
     inputs = named("embedding", "plain")[0]()
-    with pytest.raises(NotImplementedError, match="^embedding: sparse_grad=True"):
-        ops.embedding(**inputs, sparse_grad=True)
+    plan = ops.row_plan(inputs["rows"], 37)._replace(**{argument: value})
+    with pytest.raises(ValueError, match=rf"^embedding: {argument} must be .*{re.escape(expected)}.*, got "):
+        ops.embedding(**inputs, plan=plan)
 
 
 @pytest.mark.parametrize("argument, value, expected", [
@@ -164,18 +263,19 @@ def test_errors(argument, value, expected):
         ops.embedding(**inputs)
 
 
-@pytest.mark.parametrize("change, error, message", [
-    (dict(grad_out=torch.zeros(2, 5, 3, 16)), ValueError, "grad_out must be"),
-    (dict(grad_out=torch.zeros(2, 5, 4, 16, dtype=torch.int64)), ValueError, "grad_out must be"),
-    (dict(num_rows=-1), ValueError, "num_rows must be at least 0"),
-    (dict(num_rows=5), IndexError, r"rows must be in \[0, 5\)"),
-    (dict(mask=torch.ones(2, 4, dtype=torch.bool)), ValueError, "mask must be"),
+@pytest.mark.parametrize("change, message", [
+    (dict(grad_out=torch.zeros(2, 5, 3, 16)), "keys must be"),
+    (dict(grad_out=torch.zeros(2, 5, 4, 16, dtype=torch.int64)), "grad_out must be"),
+    (dict(grad_out=torch.zeros(40)), "grad_out must be"),
+    (dict(num_rows=-1), "num_rows must be at least 0"),
+    (dict(num_rows=5), "keys must be a row plan for 5 rows, got one that touches row 36"),
 ])
-def test_backward_errors(change, error, message):
+def test_backward_errors(change, message):
     rows = named("embedding", "plain")[0]()["rows"]
-    inputs = dict(grad_out=torch.zeros(2, 5, 4, 16), rows=rows, num_rows=37) | change
-    with pytest.raises(error, match=f"^embedding_backward: {message}"):
-        torch.ops.engram.embedding_backward(**inputs)
+    rows[0, 0, 0] = 36
+    inputs = dict(zip(("keys", "runs", "count"), ops.row_plan(rows, 37)), grad_out=torch.zeros(2, 5, 4, 16), num_rows=37)
+    with pytest.raises(ValueError, match=f"^embedding_backward: {message}"):
+        torch.ops.engram.embedding_backward(**inputs | change)
 
 
 @pytest.mark.parametrize("argument", ["rows", "mask"])

@@ -21,7 +21,7 @@ template <typename Index> int64_t row_keys(const RowKeys<Index>& a, int64_t begi
 void sort_count(const SortKeys& a, int64_t chunk) {
   int64_t* counts = a.starts + chunk * kSortBuckets;
   std::fill(counts, counts + kSortBuckets, 0);
-  const int shift = std::max(0, a.bits - kSortBucketBits);
+  const int shift = std::max(a.ordered, a.bits - kSortBucketBits);
   for (int64_t i = a.count * chunk / a.chunks; i < a.count * (chunk + 1) / a.chunks; ++i) ++counts[a.keys[i] >> shift];
 }
 
@@ -36,7 +36,7 @@ void sort_offsets(const SortKeys& a) {
 
 void sort_scatter(const SortKeys& a, int64_t chunk) {
   int64_t* next = a.starts + chunk * kSortBuckets;
-  const int shift = std::max(0, a.bits - kSortBucketBits);
+  const int shift = std::max(a.ordered, a.bits - kSortBucketBits);
   for (int64_t i = a.count * chunk / a.chunks; i < a.count * (chunk + 1) / a.chunks; ++i) {
     a.scratch[next[a.keys[i] >> shift]++] = a.keys[i];
   }
@@ -48,17 +48,19 @@ void sort_bucket(const SortKeys& a, int64_t bucket) {
   const int64_t* ends = a.starts + (a.chunks - 1) * kSortBuckets;
   const int64_t begin = bucket ? ends[bucket - 1] : 0, count = ends[bucket] - begin;
   int64_t *from = a.scratch + begin, *to = a.keys + begin;
-  constexpr int kDigit = 8;
-  const int bits = std::max(0, a.bits - kSortBucketBits);
+  constexpr int kMaxDigit = 11;  // its histogram stays in the first-level cache
+  const int high = std::max(a.ordered, a.bits - kSortBucketBits), bits = high - a.ordered;
+  const int passes = (bits + kMaxDigit - 1) / kMaxDigit, digit = passes ? (bits + passes - 1) / passes : 0;
+  const int64_t last = (int64_t{1} << digit) - 1;
   if (count > 1 && count < 256) {  // below, the passes over a histogram cost more than comparing
     std::sort(from, from + count);
   } else if (count > 1) {
-    for (int shift = 0; shift < bits; shift += kDigit) {
-      int64_t next[1 << kDigit] = {};
-      for (int64_t i = 0; i < count; ++i) ++next[from[i] >> shift & ((1 << kDigit) - 1)];
+    for (int shift = a.ordered; shift < high; shift += digit) {
+      int64_t next[1 << kMaxDigit] = {};
+      for (int64_t i = 0; i < count; ++i) ++next[from[i] >> shift & last];
       int64_t total = 0;
-      for (int64_t& n : next) total += std::exchange(n, total);
-      for (int64_t i = 0; i < count; ++i) to[next[from[i] >> shift & ((1 << kDigit) - 1)]++] = from[i];
+      for (int64_t i = 0; i <= last; ++i) total += std::exchange(next[i], total);
+      for (int64_t i = 0; i < count; ++i) to[next[from[i] >> shift & last]++] = from[i];
       std::swap(from, to);
     }
   }
@@ -98,6 +100,8 @@ void runs_offsets(const RowRuns& a) {
 void runs_write(const RowRuns& a, int64_t chunk) {
   int64_t* to = a.runs + a.scratch[chunk];
   for_each_run(a, chunk, [&](int64_t position) { *to++ = position; });
+  const int64_t begin = std::max(chunk * kRunChunk, *a.count + 1), end = std::min((chunk + 1) * kRunChunk, a.slots + 1);
+  for (int64_t i = begin; i < end; ++i) a.runs[i] = a.runs[*a.count];
 }
 
 template int64_t row_keys<int32_t>(const RowKeys<int32_t>&, int64_t, int64_t);
