@@ -3,6 +3,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.limits import bf16_instructions
+from benchmarks.steps import FLAT_ROWS
 from benchmarks.works import BOTH, FORWARD
 
 THREADS = 2
@@ -76,7 +77,24 @@ def share_of_gather(wanted: float) -> Goal:
     return Goal("speed of a plain gather loop", 100 * wanted, got, "%")
 
 
+def growth(wanted: float) -> Goal:
+    """How much more a step costs on the largest table than on the smallest, over what a plain gather does."""
+    def got(row):
+        first, last = (f"{rows // 10**6} M rows" for rows in (FLAT_ROWS[0], FLAT_ROWS[-1]))
+        loops = [median(row, f"gather, {rows}") for rows in (first, last)]
+        return None if None in loops else median(row, f"ours, {last}") / median(row, "ours") / (loops[1] / loops[0])
+
+    return Goal("growth from 4 M to 20 M rows over a gather's", wanted, got, at_most=True)
+
+
 F32, BF16 = "float32", "bfloat16"
+STEPS = {
+    "gradient": [times_faster("torch sparse", 4), times_faster("torch dense", 10)],
+    "sgd": [times_faster("torch sparse", 2), times_faster("FBGEMM", 1.15)],
+    "adagrad": [times_faster("torch sparse", 2), times_faster("FBGEMM", 1.15)],
+    "adam": [times_faster("SparseAdam", 6)],
+    "flatness": [growth(1.2)],
+}
 # (op, direction, shape, dtype) to goals; lookup and hash goals do not depend on the shape's name.
 TABLE: dict[tuple, list[Goal]] = {
     ("gate_conv", FORWARD, "A", F32): [
@@ -115,6 +133,8 @@ def goals_of(row: dict) -> list[Goal]:
         least = 1.5 if row["output_bytes"] < FOUR_MB else 1.0
         pages = [times_faster("ours", 1.3, ours="ours, 2 MiB pages")] if row["table"] != "64MB" else []
         return [times_faster("F.embedding", least), share_of_gather(0.80), *pages]
+    if op == "table_step":
+        return STEPS[direction]
     if op == "module" and row["dtype"] == BF16 and bf16_instructions():
         return []                       # these goals come from not using the bfloat16 products of a CPU without them
     return TABLE.get((op, direction, row["shape"], row["dtype"]), [])

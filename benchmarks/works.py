@@ -2,7 +2,6 @@
 
 Letters: B batch, T tokens, G branches, D hidden size, C hash columns, d row width, E = C * d, R table rows.
 """
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks import limits, peers
+from benchmarks import limits, peers, steps
 from benchmarks.shapes import (
     SHAPES, TABLES, Shape, config, huge_page_share, make_table, token_map, token_sets,
 )
@@ -50,7 +49,7 @@ class Work:
 
     @property
     def tolerance(self) -> float:
-        return TOLERANCE[self.dtype, BOTH if self.direction == BACKWARD else self.direction]
+        return TOLERANCE[self.dtype, FORWARD if self.direction == FORWARD else BOTH]
 
     def __str__(self) -> str:
         parts = [self.op, self.direction, self.shape, str(self.dtype).removeprefix("torch."), self.table, self.ids]
@@ -77,6 +76,7 @@ DEFAULT_SHAPES = {
     "short_conv": ("A",),
     "gate_conv": ("A", "B", "P", "A1", "A64"),
     "module": ("A", "B", "A1", "A64"),
+    "table_step": ("S", "M"),
 }
 
 
@@ -90,6 +90,9 @@ def works(choice: Choice) -> Iterator[Work]:
                     yield _hash_work(name, shape, choice)
                 continue
             for dtype in choice.dtypes:
+                if op == "table_step":
+                    yield from _step_works(name, shape, dtype, choice)
+                    continue
                 if op == "embedding":
                     yield from _embedding_works(name, shape, dtype, choice)
                     continue
@@ -197,9 +200,16 @@ def _embedding_works(name: str, shape: Shape, dtype: torch.dtype, choice: Choice
             if FORWARD in choice.directions:
                 build = partial(_lookup_contenders, choice=choice)
                 yield Work("embedding", FORWARD, name, shape, dtype, build, 2 * memory + rows, table, ids)
-        # A dense gradient is as large as the table, and there are several of them alive at a time.
-        if BOTH in choice.directions and TABLES[table] <= TABLES["1GB"] and "zipf" in choice.ids:
-            yield Work("embedding", BACKWARD, name, shape, dtype, _scatter_contenders, memory + rows, table, "zipf")
+
+
+def _step_works(name: str, shape: Shape, dtype: torch.dtype, choice: Choice) -> Iterator[Work]:
+    if dtype != torch.float32 or BOTH not in choice.directions:
+        return
+    for direction in steps.DIRECTIONS:
+        for table in steps.tables_of(direction, choice.tables):
+            for ids in choice.ids if table else ("",):
+                build = partial(steps.build(direction), row_sets=row_sets)
+                yield Work("table_step", direction, name, shape, dtype, build, None, table, ids)
 
 
 def row_sets(work: Work, settings) -> list[Tensor]:
@@ -236,7 +246,7 @@ def _lookup_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
     yield contender("F.embedding", lambda rows: F.embedding(rows, small))
     yield contender("index_select", lambda rows: small.index_select(0, rows.view(-1)), "index_select")
     yield contender("EmbeddingBag", lambda rows: F.embedding_bag(rows.view(-1), small, bags, mode="sum"))
-    fbgemm = _fbgemm_table(small, work.dtype)
+    fbgemm = steps.fbgemm_table(small, "EXACT_SGD", "NONE", work.dtype)
     if fbgemm is not None:
         offsets = torch.arange(sets[0].numel() + 1)
         yield contender("FBGEMM", lambda rows: fbgemm(rows.view(-1), offsets))
@@ -247,74 +257,11 @@ def _lookup_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
         yield contender("gather loop, 2 MiB pages", lambda rows: limits.gather(huge, rows))
 
 
-def _fbgemm_table(table: Tensor, dtype: torch.dtype):
-    """FBGEMM's CPU table over a copy of these rows, one output row per id; None where the package is missing."""
-    try:
-        from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-        from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
-        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-            ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen,
-        )
-    except (ImportError, OSError):
-        return None
-    if dtype != torch.float32:
-        return None                 # the CPU table holds float32 and float16
-    module = SplitTableBatchedEmbeddingBagsCodegen(
-        [(*table.shape, EmbeddingLocation.HOST, ComputeDevice.CPU)], optimizer=EmbOptimType.EXACT_SGD,
-        pooling_mode=PoolingMode.NONE, weights_precision=SparseType.FP32, output_dtype=SparseType.FP32,
-        device=torch.device("cpu"),
-    )
-    module.split_embedding_weights()[0].copy_(table)
-    return module
-
-
-def _scatter_contenders(work: Work) -> Iterator[Contender]:
-    settings = config(work.sizes, TABLES[work.table], work.dtype)
-    width, number = settings.embed_dim_per_head, sum(nn.layer_moduli(settings, 1))
-    sets = row_sets(work, settings)
-    grad = torch.randn(*sets[0].shape, width, generator=torch.Generator().manual_seed(1)).to(work.dtype)
-    flat = grad.view(-1, width)
-    dense = number * width * work.dtype.itemsize
-
-    def contender(name: str, function, tolerance: float | None = None, written: int = 0) -> Contender:
-        def compare(result):
-            return [result.to_dense() if result.is_sparse else result]
-
-        return Contender(name, lambda i: function(sets[i % len(sets)]), "", tolerance, compare, work.bytes + written)
-
-    yield contender("ours", lambda rows: torch.ops.engram.embedding_backward(grad, rows, number), written=dense)
-    if sparse_gradient_works():
-        table = torch.zeros(number, width, dtype=work.dtype, requires_grad=True)
-        yield contender(
-            "ours, sparse",
-            lambda rows: torch.autograd.grad(ops.embedding(table, rows, sparse_grad=True), table, grad)[0].coalesce(),
-        )
-    # torch sums repeated bfloat16 rows in bfloat16.
-    rough = 0.5 if work.dtype == torch.bfloat16 else None
-    yield contender("dense", lambda rows: torch.ops.aten.embedding_dense_backward(grad, rows, number, -1, False),
-                    rough, dense)
-    yield contender("sparse, coalesced", lambda rows: torch.sparse_coo_tensor(
-        rows.view(1, -1), flat, (number, width), check_invariants=False).coalesce(), rough)
-    yield contender("index_add_", lambda rows: torch.zeros(number, width, dtype=work.dtype).index_add_(
-        0, rows.view(-1), flat), rough, dense)
-
-
-def sparse_gradient_works() -> bool:
-    """Whether ops.embedding gives sparse gradients."""
-    with contextlib.suppress(NotImplementedError):
-        ops.embedding(torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int64), sparse_grad=True)
-        return True
-    return False
-
-
 # the whole layer
 
 def _module_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
     shape, dtype = work.sizes, work.dtype
-    sparse = sparse_gradient_works()
-    settings = config(shape, MODULE_TABLE_BYTES, dtype, sparse_grad=sparse)
-    if work.direction == BOTH and not sparse:
-        work.notes.append("our table gradient is dense, the peers' is sparse")
+    settings = config(shape, MODULE_TABLE_BYTES, dtype, sparse_grad=True)
     torch.manual_seed(0)
     layer = nn.Engram(settings, 1, token_map=token_map(), dtype=dtype)
     hidden = torch.randn(shape.batch, shape.tokens, shape.branches, shape.width).to(dtype).requires_grad_()

@@ -5,45 +5,52 @@ namespace {
 
 constexpr const char* kOp = "row_plan";
 
+// Below, waking threads for a pass over the keys costs more than the pass.
+constexpr int64_t kManySlots = 65536;
+
 void sort_keys(Tensor& keys, int bits, int slot_bits) {
   const int64_t slots = keys.numel();
   int64_t* data = keys.mutable_data_ptr<int64_t>();
   // A coalesced sparse gradient comes sorted.
-  const int64_t descends = parallel_first(slots - 1, grain_for(1), [&](int64_t begin, int64_t end) {
+  const int64_t descends = parallel_first(slots - 1, kManySlots, [&](int64_t begin, int64_t end) {
     const int64_t* at = std::is_sorted_until(data + begin, data + end + 1);
     return at == data + end + 1 ? int64_t{-1} : at - data;
   });
   if (descends < 0) return;
-  const int64_t chunks = std::min<int64_t>(64, slots / 4096 + 1);
-  Tensor scratch = empty(keys, {slots}), starts = empty(keys, {chunks, cpu::kSortBuckets});
-  const cpu::SortKeys sort{
-      data, scratch.mutable_data_ptr<int64_t>(), starts.mutable_data_ptr<int64_t>(), slots, chunks, bits, slot_bits};
-  parallel(chunks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) cpu::sort_count(sort, i);
-  });
-  cpu::sort_offsets(sort);
-  parallel(chunks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) cpu::sort_scatter(sort, i);
-  });
-  parallel(cpu::kSortBuckets, slots < 4096 ? cpu::kSortBuckets : 1, [&](int64_t begin, int64_t end) {
+  const bool many = slots >= kManySlots;
+  const int64_t chunks = std::min<int64_t>(64, slots / 16384 + 1);
+  cpu::SortKeys sort{data, nullptr, nullptr, slots, chunks, bits, slot_bits, many ? 6 : 0};
+  Tensor scratch = empty(keys, {slots}), starts = empty(keys, {chunks, sort.buckets()});
+  sort.scratch = scratch.mutable_data_ptr<int64_t>();
+  sort.starts = starts.mutable_data_ptr<int64_t>();
+  if (many) {
+    parallel(chunks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) cpu::sort_count(sort, i);
+    });
+    cpu::sort_offsets(sort);
+    parallel(chunks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) cpu::sort_scatter(sort, i);
+    });
+  }
+  parallel(sort.buckets(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) cpu::sort_bucket(sort, i);
   });
 }
 
 template <typename Index> void launch(const Cpu&, const RowKeys<Index>& a, Tensor& keys) {
   const int64_t bad =
-      parallel_first(a.slots, grain_for(8), [&](int64_t begin, int64_t end) { return cpu::row_keys(a, begin, end); });
+      parallel_first(a.slots, kManySlots / 4, [&](int64_t begin, int64_t end) { return cpu::row_keys(a, begin, end); });
   if (bad != kNoBadRow) bad_row(kOp, std::to_string(a.rows[bad]), a.table_rows);
   sort_keys(keys, bits_of(a.table_rows) + a.slot_bits, a.slot_bits);
 }
 
 void launch(const Cpu&, const RowRuns& a) {
   const int64_t chunks = run_chunks(a.slots);
-  parallel(chunks, 4, [&](int64_t begin, int64_t end) {
+  parallel(chunks, kManySlots / kRunChunk, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) cpu::runs_count(a, i);
   });
   cpu::runs_offsets(a);
-  parallel(chunks, 4, [&](int64_t begin, int64_t end) {
+  parallel(chunks, kManySlots / kRunChunk, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) cpu::runs_write(a, i);
   });
 }

@@ -68,18 +68,19 @@ namespace cpu {
 // Slots [begin, end); returns the first slot whose row is outside the table (and is no other shard's), or kNoBadRow.
 template <typename Index> int64_t row_keys(const RowKeys<Index>&, int64_t begin, int64_t end);
 
-// Ascending sort in three passes, parallel over chunks and then over buckets. The order is unique (keys are distinct),
-// so it depends neither on the number of chunks nor on threads.
+// Ascending sort: into buckets by the highest bits, in passes parallel over chunks, then bucket by bucket. The order is
+// unique (keys are distinct), so it depends neither on the number of buckets nor of chunks nor on threads.
 struct SortKeys {
   int64_t* keys;     // [count], sorted in place
   int64_t* scratch;  // [count]
-  int64_t* starts;   // [chunks, kSortBuckets], scratch; afterwards starts[bucket] = end of the bucket
+  int64_t* starts;   // [chunks, buckets()], scratch; afterwards the last row has the ends of the buckets
   int64_t count, chunks;
   int bits;         // keys < 2^bits
-  int ordered = 0;  // keys that differ in these low bits only are in order already, and are left that way
+  int ordered;      // keys that differ in these low bits only are in order already, and are left that way
+  int bucket_bits;  // 0: a single bucket, for which sort_bucket is all there is to call
+
+  int64_t buckets() const { return int64_t{1} << bucket_bits; }
 };
-constexpr int kSortBucketBits = 6;
-constexpr int64_t kSortBuckets = int64_t{1} << kSortBucketBits;
 void sort_count(const SortKeys&, int64_t chunk);
 void sort_offsets(const SortKeys&);
 void sort_scatter(const SortKeys&, int64_t chunk);

@@ -14,6 +14,9 @@ import engram
 from engram import ops, reference
 from engram.cli.errors import UsageError
 
+NO_GRADIENT = ("ngram_hash", "row_plan", "row_sum", "row_update")
+IN_PLACE = {"row_update": ("table", "first", "second")}  # what an operator writes, where it returns nothing
+
 TOLERANCES = {  # forward, gradients; one rounding of an output is 6e-8, 4e-3, 5e-4 at most
     torch.float64: (1e-12, 1e-11),
     torch.float32: (1e-5, 1e-4),
@@ -79,36 +82,53 @@ def inputs(op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if op == "gate_conv":
         conv = dict(conv_weight=floats(G, D, K) / 2, conv_norm_weight=1 + floats(G, D) / 4)
         return gate | conv, dict(eps=1e-6, dilation=3, document_ids=documents, mask=mask, residual=True)
+    lookup = dict(rows=integers(60, B, T, 4), mask=mask)
+    if op == "row_plan":
+        return {}, lookup | dict(num_rows=60)
+    plan = dict(zip(("keys", "runs", "count"), reference.row_plan(**lookup, num_rows=60)))
+    if op == "row_sum":
+        return dict(values=floats(B, T, 4, D)), plan
+    if op == "row_update":
+        factors = dict(rule="adam", lr=0.1, beta1=0.5, beta2=0.5, eps=1e-3, weight_decay=0.1)
+        # States are drawn here but kept in the accumulation type: see `measure`.
+        tensors = dict(table=floats(60, D), first=floats(60, D), second=floats(60, D).square(), grad=floats(B, T, 4, D))
+        return tensors, plan | factors | dict(step=torch.tensor([3]))
     raise NotImplementedError(f"engram check has no inputs for {op}")
 
 
 def measure(op: str, device: str, dtype: torch.dtype) -> tuple[float, float | None]:
-    """Errors `(forward, gradients)` of one operator; of `ngram_hash` the share of wrong row ids, and no gradients."""
+    """Errors `(forward, gradients)` of one operator: None where it has no gradients, shares of wrong ones of integers."""
     tensors, constants = inputs(op)
     rounded = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    grad_output = None
-    results = []
-    for module, place, kind in ((ops, device, dtype), (reference, "cpu", torch.float64)):
-        leaves = {name: tensor.to(place, kind).requires_grad_() for name, tensor in rounded.items()}
+    if op in IN_PLACE and dtype != torch.float64:
+        rounded |= {name: tensors[name].float() for name in ("first", "second")}
+    grad_output, results = None, []
+    for module, place, exact in ((ops, device, False), (reference, "cpu", True)):
+        leaves = {name: x.to(place, torch.float64 if exact else x.dtype, copy=True) for name, x in rounded.items()}
         others = {name: v.to(place) if isinstance(v, torch.Tensor) else v for name, v in constants.items()}
-        output = getattr(module, op)(**leaves, **others)
-        if not leaves:
-            results.append((output.cpu(), []))
+        if op in NO_GRADIENT:
+            output = getattr(module, op)(**leaves, **others)
+            outputs = [leaves[name] for name in IN_PLACE[op]] if op in IN_PLACE else output
+            results.append(([x.cpu() for x in (outputs if isinstance(outputs, (list, tuple)) else [outputs])], []))
             continue
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        output = getattr(module, op)(**leaves, **others)
         if grad_output is None:
             draw = torch.Generator().manual_seed(1)
             grad_output = torch.randn(output.shape, generator=draw, dtype=torch.float64).to(dtype)
-        gradients = torch.autograd.grad(output, list(leaves.values()), grad_output.to(place, kind))
-        results.append((output.detach().cpu().double(), [g.cpu().double() for g in gradients]))
-    (output, gradients), (expected, expected_gradients) = results
-    if not tensors:
-        return (output != expected).double().mean().item(), None
-    return relative(output, expected), max(map(relative, gradients, expected_gradients))
+        gradients = torch.autograd.grad(output, list(leaves.values()), grad_output.to(place, output.dtype))
+        results.append(([output.detach().cpu()], [g.cpu().double() for g in gradients]))
+    (outputs, gradients), (expected, expected_gradients) = results
+    return (max(map(relative, outputs, expected)),
+            None if op in NO_GRADIENT else max(map(relative, gradients, expected_gradients)))
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what was expected."""
-    return ((got - expected).norm() / expected.norm()).item()
+    """Norm of the difference over the norm of what was expected; of integers the share that differs."""
+    if not expected.is_floating_point():
+        return (got != expected).double().mean().item()
+    return ((got.double() - expected).norm() / expected.norm()).item()
 
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
@@ -134,7 +154,8 @@ def check_one(op: str, device: str, dtype: torch.dtype, tolerance: tuple[float, 
         # "not <=" rather than ">": a NaN fails.
         record["ok"] = all(e is None or e <= t for e, t in zip(errors, tolerance))
         record |= {"forward": forward, "gradients": gradients}
-        text = f"forward {forward:7.1e}" + (f"  gradients {gradients:7.1e}" if gradients is not None else "  exact")
+        exact = "" if forward else "  exact"
+        text = f"forward {forward:7.1e}" + (f"  gradients {gradients:7.1e}" if gradients is not None else exact)
     except Exception as error:  # noqa: BLE001  an operator that raises is a finding like any other
         record |= {"ok": False, "error": f"{type(error).__name__}: {error}"}
         text = record["error"].splitlines()[0]

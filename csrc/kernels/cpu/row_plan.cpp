@@ -19,44 +19,51 @@ template <typename Index> int64_t row_keys(const RowKeys<Index>& a, int64_t begi
 }
 
 void sort_count(const SortKeys& a, int64_t chunk) {
-  int64_t* counts = a.starts + chunk * kSortBuckets;
-  std::fill(counts, counts + kSortBuckets, 0);
-  const int shift = std::max(a.ordered, a.bits - kSortBucketBits);
+  int64_t* counts = a.starts + chunk * a.buckets();
+  std::fill(counts, counts + a.buckets(), 0);
+  const int shift = std::max(a.ordered, a.bits - a.bucket_bits);
   for (int64_t i = a.count * chunk / a.chunks; i < a.count * (chunk + 1) / a.chunks; ++i) ++counts[a.keys[i] >> shift];
 }
 
 void sort_offsets(const SortKeys& a) {
   int64_t total = 0;
-  for (int64_t bucket = 0; bucket < kSortBuckets; ++bucket) {
+  for (int64_t bucket = 0; bucket < a.buckets(); ++bucket) {
     for (int64_t chunk = 0; chunk < a.chunks; ++chunk) {
-      total += std::exchange(a.starts[chunk * kSortBuckets + bucket], total);
+      total += std::exchange(a.starts[chunk * a.buckets() + bucket], total);
     }
   }
 }
 
 void sort_scatter(const SortKeys& a, int64_t chunk) {
-  int64_t* next = a.starts + chunk * kSortBuckets;
-  const int shift = std::max(a.ordered, a.bits - kSortBucketBits);
+  int64_t* next = a.starts + chunk * a.buckets();
+  const int shift = std::max(a.ordered, a.bits - a.bucket_bits);
   for (int64_t i = a.count * chunk / a.chunks; i < a.count * (chunk + 1) / a.chunks; ++i) {
     a.scratch[next[a.keys[i] >> shift]++] = a.keys[i];
   }
 }
 
-// Leaves bucket `bucket` sorted in keys; scratch holds it on entry. After the scatter, the last chunk's cursor stands
-// at the end of its bucket, which is where the next bucket begins.
+// Leaves a bucket sorted in keys; with several of them scratch holds it on entry. After the scatter, the last chunk's
+// cursor stands at the end of its bucket, which is where the next bucket begins.
 void sort_bucket(const SortKeys& a, int64_t bucket) {
-  const int64_t* ends = a.starts + (a.chunks - 1) * kSortBuckets;
-  const int64_t begin = bucket ? ends[bucket - 1] : 0, count = ends[bucket] - begin;
-  int64_t *from = a.scratch + begin, *to = a.keys + begin;
-  constexpr int kMaxDigit = 11;  // its histogram stays in the first-level cache
-  const int high = std::max(a.ordered, a.bits - kSortBucketBits), bits = high - a.ordered;
+  int64_t begin = 0, count = a.count, *from = a.keys, *to = a.scratch;
+  if (a.bucket_bits > 0) {
+    const int64_t* ends = a.starts + (a.chunks - 1) * a.buckets();
+    begin = bucket ? ends[bucket - 1] : 0;
+    count = ends[bucket] - begin;
+    std::swap(from, to);
+  }
+  from += begin;
+  to += begin;
+  constexpr int kMaxDigit = 12;  // its histogram stays in the first-level cache
+  const int high = std::max(a.ordered, a.bits - a.bucket_bits), bits = high - a.ordered;
   const int passes = (bits + kMaxDigit - 1) / kMaxDigit, digit = passes ? (bits + passes - 1) / passes : 0;
   const int64_t last = (int64_t{1} << digit) - 1;
   if (count > 1 && count < 256) {  // below, the passes over a histogram cost more than comparing
     std::sort(from, from + count);
   } else if (count > 1) {
     for (int shift = a.ordered; shift < high; shift += digit) {
-      int64_t next[1 << kMaxDigit] = {};
+      int64_t next[1 << kMaxDigit];
+      std::fill(next, next + last + 1, 0);
       for (int64_t i = 0; i < count; ++i) ++next[from[i] >> shift & last];
       int64_t total = 0;
       for (int64_t i = 0; i <= last; ++i) total += std::exchange(next[i], total);

@@ -109,7 +109,7 @@ template <typename T> ENGRAM_TARGET void row_update(const RowUpdate<T>& a, int64
   }
 
   // Rows and state lie anywhere in the table: ask for them well before their turn.
-  constexpr int64_t kAhead = 8;
+  constexpr int64_t kAhead = 16;
   const auto fetch = [](const void* from, int64_t bytes) {
     for (int64_t b = 0; b < std::min<int64_t>(bytes, 512); b += 64)
       __builtin_prefetch(static_cast<const char*>(from) + b, 1);
