@@ -600,6 +600,7 @@ void test_all() {
   test_row_plan<int32_t>(50, 4, 1000000, false, false, 0);
   test_row_plan<int64_t>(4096, 1, 300, false, false, 30);  // a whole chunk
   test_row_plan<int32_t>(4097, 2, 500, true, true, 10);
+  test_row_plan<int32_t>(257 * kRunChunk + 1, 1, 400000, false, false, 10);  // more chunks than a block has threads
   test_row_plan<int64_t>(100, 3, int64_t{1} << 40, true, false, 50);
   test_row_plan<int64_t>(70, 1, 0, true, true, 0);  // nothing is touched
 

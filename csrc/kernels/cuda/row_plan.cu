@@ -59,14 +59,12 @@ __global__ void __launch_bounds__(kThreads) row_runs_count_kernel(const RowRuns 
   a.scratch[blockIdx.x] = total;
 }
 
-constexpr int kScanThreads = 1024, kScanWarps = kScanThreads / kWarp;
-
 // Where each chunk writes; one block.
-__global__ void __launch_bounds__(kScanThreads) row_runs_offsets_kernel(const RowRuns a, int64_t chunks) {
-  ENGRAM_SHARED(int64_t, totals, [kScanWarps]);
+__global__ void __launch_bounds__(kThreads) row_runs_offsets_kernel(const RowRuns a, int64_t chunks) {
+  ENGRAM_SHARED(int64_t, totals, [kWarps]);
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
   int64_t before = 0;
-  for (int64_t base = 0; base < chunks; base += kScanThreads) {
+  for (int64_t base = 0; base < chunks; base += kThreads) {
     const int64_t i = base + thread, count = i < chunks ? a.scratch[i] : 0;
     int64_t sum = count;  // of the lanes up to this one
 #pragma unroll
@@ -77,7 +75,7 @@ __global__ void __launch_bounds__(kScanThreads) row_runs_offsets_kernel(const Ro
     if (lane == kWarp - 1) totals[thread / kWarp] = sum;
     __syncthreads();
     int64_t offset = before + sum - count;
-    for (int warp = 0; warp < kScanWarps; ++warp) {
+    for (int warp = 0; warp < kWarps; ++warp) {
       if (warp < thread / kWarp) offset += totals[warp];
       before += totals[warp];
     }
@@ -131,7 +129,7 @@ cudaError_t row_runs(const RowRuns& a, cudaStream_t stream) {
   const int64_t chunks = run_chunks(a.slots);
   const dim3 grid(static_cast<unsigned>(chunks));
   ENGRAM_LAUNCH(row_runs_count_kernel, grid, dim3(kThreads), 0, stream, a);
-  ENGRAM_LAUNCH(row_runs_offsets_kernel, dim3(1), dim3(kScanThreads), 0, stream, a, chunks);
+  ENGRAM_LAUNCH(row_runs_offsets_kernel, dim3(1), dim3(kThreads), 0, stream, a, chunks);
   ENGRAM_LAUNCH(row_runs_write_kernel, grid, dim3(kThreads), 0, stream, a);
   return ENGRAM_LAUNCH_ERROR();
 }

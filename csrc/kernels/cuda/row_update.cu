@@ -129,6 +129,7 @@ __device__ __forceinline__ void update_row(const RowUpdate<T>& a, const StepFact
   const int64_t stride = int64_t{team.size()} * N, first = int64_t{team.rank()} * N, end = used ? a.dim : 0;
   A scale = f.lr;
   if (a.second_per_row) {
+    const A old = used ? a.second[row] : A(0);
     A squares = 0;
     for (int64_t column = first; column < end; column += stride) {
       A g[N];
@@ -136,7 +137,6 @@ __device__ __forceinline__ void update_row(const RowUpdate<T>& a, const StepFact
 #pragma unroll
       for (int i = 0; i < N; ++i) squares += g[i] * g[i];
     }
-    const A old = used ? a.second[row] : A(0);
     const A state = next_state(a, f, old, team.sum(squares));
     if (used && team.rank() == 0) a.second[row] = state;
     scale = scale_by(f, state);
@@ -260,18 +260,25 @@ __global__ void __launch_bounds__(kFoldRunThreads)
 
 // ---- Every row ----
 
+// More blocks than fit on a device at once; what each of them works out first then serves many rows.
+constexpr int64_t kMaxRowBlocks = 8192;
+
 template <typename T, bool kVector>
 __global__ void __launch_bounds__(kChunkThreads)
     row_update_rows_kernel(const RowUpdate<T> a, StepFactors<accumulate_t<T>> f, int lanes) {
   using A = accumulate_t<T>;
   constexpr int N = kLaneElements<T>;
   read_step(a, f);
-  const int64_t row = int64_t{blockIdx.x} * (kChunkThreads / lanes) + threadIdx.x / lanes;
-  update_row<kVector>(a, f, row, row < a.table_rows, LaneTeam{lanes}, [&](int64_t column, int64_t available, A(&g)[N]) {
-    const auto value = load<N, kVector>(a.grad + row * a.dim + column, available);
+  const int64_t groups = kChunkThreads / lanes;
+  for (int64_t first = blockIdx.x * groups; first < a.table_rows; first += gridDim.x * groups) {
+    const int64_t row = first + threadIdx.x / lanes;
+    const auto gradient = [&](int64_t column, int64_t available, A(&g)[N]) {
+      const auto value = load<N, kVector>(a.grad + row * a.dim + column, available);
 #pragma unroll
-    for (int i = 0; i < N; ++i) g[i] = value[i];
-  });
+      for (int i = 0; i < N; ++i) g[i] = value[i];
+    };
+    update_row<kVector>(a, f, row, row < a.table_rows, LaneTeam{lanes}, gradient);
+  }
 }
 
 template <typename T, bool kVector> cudaError_t update(const RowUpdate<T>& a, cudaStream_t stream) {
@@ -280,7 +287,9 @@ template <typename T, bool kVector> cudaError_t update(const RowUpdate<T>& a, cu
   const int lanes = lanes_for(packs), groups = kChunkThreads / lanes;
   const dim3 block(kChunkThreads);
   if (!a.plan.keys) {
-    ENGRAM_LAUNCH((row_update_rows_kernel<T, kVector>), grid_for(a.table_rows, groups), block, 0, stream, a, f, lanes);
+    const int64_t blocks = divide_up(a.table_rows, groups);
+    const dim3 grid(static_cast<unsigned>(blocks < kMaxRowBlocks ? blocks : kMaxRowBlocks));
+    ENGRAM_LAUNCH((row_update_rows_kernel<T, kVector>), grid, block, 0, stream, a, f, lanes);
     return ENGRAM_LAUNCH_ERROR();
   }
   const int64_t chunks = row_chunks(a.plan);
