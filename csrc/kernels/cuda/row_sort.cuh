@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #ifdef __CUDACC__
+#define CUB_WRAPPED_NAMESPACE engram_cub  // apart from the copy that torch is built with
 #include <cub/device/device_radix_sort.cuh>
 #else
 #include <vector>
@@ -17,7 +18,7 @@ namespace engram::cuda {
 inline cudaError_t radix_sort(void* scratch, size_t& bytes, const int64_t* from, int64_t* to, int64_t count,
                               int first_bit, int end_bit, cudaStream_t stream) {
 #ifdef __CUDACC__
-  return cub::DeviceRadixSort::SortKeys(scratch, bytes, from, to, count, first_bit, end_bit, stream);
+  return engram_cub::cub::DeviceRadixSort::SortKeys(scratch, bytes, from, to, count, first_bit, end_bit, stream);
 #else
   (void)stream;
   const size_t needed = static_cast<size_t>(count) * sizeof(int64_t);
