@@ -57,12 +57,12 @@ void launch(const Cpu&, const RowRuns& a) {
 
 #ifdef ENGRAM_CUDA_BODIES
 template <typename Index> void launch(const Cuda& device, const RowKeys<Index>& a, Tensor& keys) {
-  const int bits = bits_of(a.table_rows) + a.slot_bits;
-  const size_t bytes = cuda::row_sort_bytes(a.slots, bits);
+  const int end_bit = a.slot_bits + bits_of(a.table_rows);
+  const size_t bytes = cuda::row_sort_bytes(a.slots, a.slot_bits, end_bit);
   Tensor sorted = empty(keys, {a.slots}), scratch = empty(keys, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
   device.check(cuda::row_keys(a, device.stream));
-  device.check(cuda::row_sort(keys.mutable_data_ptr<int64_t>(), sorted.mutable_data_ptr<int64_t>(), a.slots, bits,
-                              scratch.mutable_data_ptr(), bytes, device.stream));
+  device.check(cuda::row_sort(keys.const_data_ptr<int64_t>(), sorted.mutable_data_ptr<int64_t>(), a.slots, a.slot_bits,
+                              end_bit, scratch.mutable_data_ptr(), bytes, device.stream));
   keys = sorted;
 }
 void launch(const Cuda& device, const RowRuns& a) { device.check(cuda::row_runs(a, device.stream)); }

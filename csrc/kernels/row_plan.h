@@ -95,9 +95,11 @@ void runs_write(const RowRuns&, int64_t chunk);
 #if defined(ENGRAM_WITH_CUDA) || defined(ENGRAM_EMULATED)
 namespace cuda {
 template <typename Index> cudaError_t row_keys(const RowKeys<Index>&, cudaStream_t);
-// Ascending sort of keys < 2^bits from `from` to `to`, in `bytes` = row_sort_bytes(slots, bits) of device memory.
-size_t row_sort_bytes(int64_t slots, int bits);
-cudaError_t row_sort(int64_t* from, int64_t* to, int64_t slots, int bits, void* scratch, size_t bytes, cudaStream_t);
+// Stable ascending sort by bits [first_bit, end_bit) from `from` to `to`, in `bytes` = row_sort_bytes(...) of device
+// memory. Keys come in the order of their slots: with first_bit = slot_bits that sorts them in full.
+size_t row_sort_bytes(int64_t slots, int first_bit, int end_bit);
+cudaError_t row_sort(const int64_t* from, int64_t* to, int64_t slots, int first_bit, int end_bit, void* scratch,
+                     size_t bytes, cudaStream_t);
 cudaError_t row_runs(const RowRuns&, cudaStream_t);
 }  // namespace cuda
 #endif

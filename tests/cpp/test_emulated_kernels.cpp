@@ -5,6 +5,7 @@
 #include "kernels/gate.h"
 #include "kernels/gate_conv.h"
 #include "kernels/ngram_hash.h"
+#include "kernels/row_update.h"
 #include "kernels/short_conv.h"
 
 #include "cuda_emulator.h"
@@ -159,26 +160,218 @@ void test_embedding(int64_t tokens, int64_t C, int64_t R, int64_t d, bool shard,
   int32_t bad = 0;
   check(cuda::embedding_forward(f, &bad, nullptr), what);
   check(!bad && !std::memcmp(got.data, expected.data, slots * d * sizeof(T)), what + " forward");
+}
 
-  const int slot_bits = 20;
-  Buffer<int64_t> keys(slots), cpu_keys(slots);
-  EmbeddingKeys<Index> k{rows.data, f.mask, cpu_keys.data, slots, C, R, first, shard, slot_bits};
-  cpu::embedding_keys(k, 0, slots);
-  k.keys = keys.data;
-  check(cuda::embedding_keys(k, nullptr), what);
-  check(!std::memcmp(keys.data, cpu_keys.data, slots * sizeof(int64_t)), what + " keys");
-  std::sort(keys.data, keys.data + slots);
+// ---- Row plan, row sum, row update ----
+
+struct Plan {
+  Buffer<int64_t> keys, runs, count;
+  RowPlan view;
+  explicit Plan(int64_t slots) : keys(slots), runs(slots + 1), count(1) {
+    view = {keys.data, runs.data, count.data, slots, bits_of(slots)};
+  }
+};
+
+template <typename Index> void plan_on_cpu(RowKeys<Index> k, Plan& plan) {
+  k.keys = plan.keys.data;
+  check(cpu::row_keys(k, 0, k.slots) == kNoBadRow, "rows inside");
+  std::sort(plan.keys.data, plan.keys.data + k.slots);
+  Buffer<int64_t> scratch(run_chunks(k.slots));
+  const RowRuns r{plan.keys.data, plan.runs.data, plan.count.data, scratch.data, k.slots, k.table_rows, k.slot_bits};
+  for (int64_t i = 0; i < run_chunks(k.slots); ++i) cpu::runs_count(r, i);
+  cpu::runs_offsets(r);
+  for (int64_t i = 0; i < run_chunks(k.slots); ++i) cpu::runs_write(r, i);
+}
+
+template <typename Index> void plan_on_cuda(RowKeys<Index> k, Plan& plan, const std::string& what) {
+  const int end_bit = k.slot_bits + bits_of(k.table_rows);
+  Buffer<int64_t> unsorted(k.slots), scratch(run_chunks(k.slots));
+  Buffer<char> sort_scratch(static_cast<int64_t>(cuda::row_sort_bytes(k.slots, k.slot_bits, end_bit)));
+  k.keys = unsorted.data;
+  check(cuda::row_keys(k, nullptr), what);
+  check(cuda::row_sort(unsorted.data, plan.keys.data, k.slots, k.slot_bits, end_bit, sort_scratch.data, sort_scratch.n,
+                       nullptr),
+        what);
+  const RowRuns r{plan.keys.data, plan.runs.data, plan.count.data, scratch.data, k.slots, k.table_rows, k.slot_bits};
+  check(cuda::row_runs(r, nullptr), what);
+}
+
+template <typename T> bool same(const Buffer<T>& a, const Buffer<T>& b, int64_t n) {
+  return !std::memcmp(a.data, b.data, n * sizeof(T));
+}
+template <typename T> void copy(Buffer<T>& to, const Buffer<T>& from) {
+  std::memcpy(static_cast<void*>(to.data), from.data, from.n * sizeof(T));
+}
+
+template <typename Index>
+void test_row_plan(int64_t tokens, int64_t C, int64_t R, bool shard, bool masked, int64_t hot) {
+  const int64_t slots = tokens * C, first = shard ? 100 : 0;
+  const std::string what = "row_plan " + std::to_string(slots);
+  Buffer<Index> rows(slots);
+  Buffer<bool> mask(tokens);
+  rows.integers(first - (shard ? R / 2 : 0), first + R - 1 + (shard ? R / 2 : 0));
+  for (int64_t i = 0; i < slots; ++i)
+    if (uniform(0, 99) < hot) rows[i] = static_cast<Index>(first + R / 2);
+  for (int64_t i = 0; i < tokens; ++i) mask[i] = uniform(0, 3) > 0;
+  const RowKeys<Index> k{rows.data, masked ? mask.data : nullptr, nullptr, slots, C, R, first, shard, bits_of(slots)};
+  Plan got(slots), expected(slots);
+  plan_on_cpu(k, expected);
+  plan_on_cuda(k, got, what);
+  const int64_t count = expected.count[0];
+  check(same(got.keys, expected.keys, slots), what + " keys");
+  check(got.count[0] == count && same(got.runs, expected.runs, count + 1), what + " runs");
+}
+
+struct Rule {
+  RowRule rule;
+  bool first, second, per_row;
+};
+const Rule kRules[] = {{RowRule::sgd, false, false, false},   {RowRule::sgd, true, false, false},
+                       {RowRule::adagrad, false, true, true}, {RowRule::adam, true, true, false},
+                       {RowRule::adam, true, true, true},     {RowRule::adam, false, true, false},
+                       {RowRule::adam, false, true, true}};
+
+// One step of each rule, along `plan` or, without one, on every row.
+template <typename T>
+void test_row_update(const Plan* plan, int64_t R, int64_t d, int64_t shift, const std::string& what) {
   using A = accumulate_t<T>;
-  Buffer<T> grad_out(slots * d, shift), grad(R * d, shift), grad_expected(R * d);
-  Buffer<A> partials((slots + cuda::kEmbeddingChunk - 1) / cuda::kEmbeddingChunk * 2 * d);
-  grad_out.normal();
-  for (int64_t i = 0; i < R * d; ++i) grad[i] = grad_expected[i] = T(0.0f);
-  EmbeddingBackward<T> b{grad_out.data, keys.data, grad_expected.data, nullptr, slots, R, d, slot_bits};
-  cpu::embedding_backward(b, 0, slots);
-  b.grad_table = grad.data;
-  b.partials = partials.data;
-  check(cuda::embedding_backward(b, nullptr), what);
-  compare(grad, grad_expected, what + " gradient");
+  const int64_t slots = plan ? plan->view.slots : R;
+  Buffer<T> table(R * d, shift), got(R * d, shift), expected(R * d), grad(slots * d, shift);
+  Buffer<A> first(R * d), got_first(R * d, shift), expected_first(R * d);
+  Buffer<A> partials((slots + cuda::kRowSumChunk - 1) / cuda::kRowSumChunk * 2 * d);
+  Buffer<int64_t> step(1);
+  step[0] = uniform(1, 5);
+  const auto run = [&](RowUpdate<T> u, const Buffer<A>* second) {
+    u.grad = grad.data, u.step = step.data, u.table_rows = R, u.dim = d;
+    if (plan) u.plan = plan->view;
+    const bool has_first = u.first;
+    const int64_t n = second ? second->n : 0;
+    Buffer<A> got_second(n, shift), expected_second(n);
+    copy(got, table), copy(expected, table), copy(got_first, first), copy(expected_first, first);
+    if (second) copy(got_second, *second), copy(expected_second, *second);
+    u.table = expected.data, u.first = has_first ? expected_first.data : nullptr;
+    u.second = second ? expected_second.data : nullptr;
+    cpu::row_update(u, 0, slots);
+    u.table = got.data, u.first = has_first ? got_first.data : nullptr;
+    u.second = second ? got_second.data : nullptr;
+    u.partials = plan ? partials.data : nullptr;
+    check(cuda::row_update(u, nullptr), what);
+    if (u.stochastic) check(same(got, expected, R * d), what + " rounds to other bits than the CPU");
+    else compare(got, expected, what + " table");
+    if (has_first) compare(got_first, expected_first, what + " first");
+    if (second) compare(got_second, expected_second, what + " second");
+  };
+  table.normal(), grad.normal(1), first.normal();
+  for (const Rule& rule : kRules) {
+    Buffer<A> second(rule.per_row ? R : R * d);
+    second.normal();
+    for (int64_t i = 0; i < second.n; ++i) second[i] = std::abs(second[i]);
+    RowUpdate<T> u{};
+    u.first = rule.first ? first.data : nullptr;
+    u.rule = rule.rule, u.second_per_row = rule.per_row, u.maximize = uniform(0, 1);
+    u.lr = 0.5, u.beta1 = 0.75, u.beta2 = 0.9, u.eps = 1e-3, u.weight_decay = 0.125;
+    run(u, rule.second ? &second : nullptr);
+  }
+  if constexpr (std::is_same_v<T, BFloat16>) {  // numbers that float32 holds exactly: only the rounding is left
+    grad.integers(-8, 8);
+    for (int64_t i = 0; i < R * d; ++i) table[i] = static_cast<T>(static_cast<float>(uniform(-64, 64)) / 32);
+    RowUpdate<T> u{};
+    u.rule = RowRule::sgd, u.lr = 1.0 / 1024, u.stochastic = true, u.seed = rng();
+    run(u, nullptr);
+  }
+}
+
+template <typename T, typename Index>
+void test_rows(int64_t tokens, int64_t C, int64_t R, int64_t d, bool shard, bool masked, int64_t hot, int64_t shift) {
+  using A = accumulate_t<T>;
+  const int64_t slots = tokens * C, first = shard ? 100 : 0;
+  const std::string what = "rows " + std::to_string(slots) + "x" + std::to_string(d);
+  Buffer<Index> rows(slots);
+  Buffer<bool> mask(tokens);
+  rows.integers(first - (shard ? R / 2 : 0), first + R - 1 + (shard ? R / 2 : 0));
+  for (int64_t i = 0; i < slots; ++i)
+    if (uniform(0, 99) < hot) rows[i] = static_cast<Index>(first + R / 2);
+  for (int64_t i = 0; i < tokens; ++i) mask[i] = uniform(0, 3) > 0;
+  Plan plan(slots);
+  plan_on_cpu(
+      RowKeys<Index>{rows.data, masked ? mask.data : nullptr, nullptr, slots, C, R, first, shard, bits_of(slots)},
+      plan);
+
+  const int64_t count = plan.count[0];
+  Buffer<T> values(slots * d, shift), got(count * d, shift), expected(count * d), all(R * d, shift),
+      all_expected(R * d);
+  Buffer<A> partials((slots + cuda::kRowSumChunk - 1) / cuda::kRowSumChunk * 2 * d);
+  Buffer<int64_t> got_rows(count), expected_rows(count);
+  values.normal(1);  // so that long sums do not cancel
+  RowSum<T> s{values.data, plan.view, expected_rows.data, expected.data, nullptr, INT64_MAX, d};
+  cpu::row_sum(s, 0, slots);
+  s.rows = got_rows.data, s.sums = got.data, s.partials = partials.data;
+  check(cuda::row_sum(s, nullptr), what);
+  check(same(got_rows, expected_rows, count), what + " touched rows");
+  compare(got, expected, what + " sums");
+
+  for (int64_t i = 0; i < R * d; ++i) all[i] = all_expected[i] = T(0.0f);
+  s.rows = nullptr, s.table_rows = R, s.sums = all_expected.data;
+  cpu::row_sum(s, 0, slots);
+  s.sums = all.data;
+  check(cuda::row_sum(s, nullptr), what);
+  compare(all, all_expected, what + " scattered sums");
+
+  test_row_update<T>(&plan, R, d, shift, what + " update");
+  test_row_update<T>(nullptr, std::min<int64_t>(R, 12), d, shift, what + " update of every row");
+}
+
+#ifdef __SANITIZE_THREAD__
+constexpr bool kRaceDetector = true;
+#else
+constexpr bool kRaceDetector = false;
+#endif
+
+// What a plan of another table, or no plan at all, may lead to: nothing outside the buffers (the sanitizers look), and
+// rows that the table has are right.
+void test_foreign_plan() {
+  const int64_t slots = 150, R = 40, fewer = 25, d = 12;
+  Buffer<int64_t> rows(slots);
+  rows.integers(0, R - 1);
+  for (int64_t i = 0; i < slots; i += 2) rows[i] = fewer;  // a run over several chunks that is left out
+  Plan plan(slots);
+  plan_on_cpu(RowKeys<int64_t>{rows.data, nullptr, nullptr, slots, 1, R, 0, false, bits_of(slots)}, plan);
+  Buffer<float> values(slots * d), all(fewer * d), expected(R * d), table(fewer * d), state(fewer);
+  Buffer<float> partials((slots + cuda::kRowSumChunk - 1) / cuda::kRowSumChunk * 2 * d);
+  Buffer<int64_t> touched(R), step(1);
+  step[0] = 1;
+  values.normal(), table.normal();
+  for (int64_t i = 0; i < R * d; ++i) expected[i] = 0;
+  for (int64_t i = 0; i < fewer; ++i) state[i] = 1;
+  RowSum<float> s{values.data, plan.view, nullptr, expected.data, nullptr, R, d};
+  cpu::row_sum(s, 0, slots);
+  s.sums = all.data, s.table_rows = fewer, s.partials = partials.data;
+  RowUpdate<float> u{};
+  u.table = table.data, u.second = state.data, u.grad = values.data, u.plan = plan.view, u.step = step.data;
+  u.partials = partials.data, u.table_rows = fewer, u.dim = d, u.rule = RowRule::adagrad, u.second_per_row = true;
+  const auto run_all = [&] {
+    for (int64_t i = 0; i < fewer * d; ++i) all[i] = 0;
+    check(cuda::row_sum(s, nullptr), "foreign plan");
+    check(cuda::row_update(u, nullptr), "foreign plan");
+  };
+  run_all();
+  for (int64_t i = 0; i < fewer * d; ++i)
+    check(std::abs(all[i] - expected[i]) <= 1e-5f, "foreign plan: sum of a row that the table has");
+  const int64_t count = plan.count[0];
+  for (const int64_t wrong : {INT64_MIN, int64_t{-1}, int64_t{0}, count - 1, slots, INT64_MAX}) {
+    plan.count[0] = wrong;
+    run_all();
+  }
+  plan.count[0] = count;
+  Buffer<float> sums(count * d);
+  RowSum<float> compact = s;
+  compact.rows = touched.data, compact.sums = sums.data, compact.table_rows = INT64_MAX;
+  for (const int64_t wrong : {INT64_MIN, int64_t{0}, int64_t{7}, INT64_MAX}) {
+    for (int64_t i = 0; i <= count; ++i) plan.runs[i] = wrong;
+    run_all();
+    // Two rows may then claim one place: a race, and anything may stand there afterwards.
+    if (!kRaceDetector) check(cuda::row_sum(compact, nullptr), "foreign plan");
+  }
 }
 
 // ---- Gate ----
@@ -409,6 +602,30 @@ void test_all() {
   test_embedding<Half, int32_t>(60, 2, 11, 264, false, true, 50, 0);
   test_embedding<BFloat16, int64_t>(20, 3, 9, 16, false, false, 50, 1);  // misaligned
   test_embedding<Half, int64_t>(20, 3, 9, 7, false, false, 50, 0);
+
+  test_row_plan<int64_t>(1, 1, 1, false, false, 0);
+  test_row_plan<int32_t>(50, 4, 1000000, false, false, 0);
+  test_row_plan<int64_t>(4096, 1, 300, false, false, 30);  // a whole chunk
+  test_row_plan<int32_t>(4097, 2, 500, true, true, 10);
+  test_row_plan<int32_t>(257 * kRunChunk + 1, 1, 400000, false, false, 10);  // more chunks than a block has threads
+  test_row_plan<int64_t>(100, 3, int64_t{1} << 40, true, false, 50);
+  test_row_plan<int64_t>(70, 1, 0, true, true, 0);  // nothing is touched
+
+  test_rows<float, int64_t>(40, 4, 37, 32, false, false, 0, 0);
+  test_rows<float, int32_t>(600, 4, 20, 12, true, true, 70, 0);    // a row over more than 32 chunks
+  test_rows<Half, int64_t>(1300, 1, 5, 260, false, false, 95, 0);  // and over more columns than a block has threads
+  test_rows<double, int64_t>(30, 2, 9, 5, false, true, 20, 0);
+  test_rows<BFloat16, int64_t>(50, 3, 30, 80, true, false, 30, 0);
+  test_rows<BFloat16, int32_t>(64, 1, 500, 32, false, false, 0, 0);  // no run crosses chunks, most are of one slot
+  test_rows<Half, int32_t>(60, 2, 11, 264, false, true, 50, 0);      // more columns than a warp holds
+  test_rows<BFloat16, int64_t>(20, 3, 9, 16, false, false, 50, 1);   // misaligned
+  test_rows<BFloat16, int64_t>(40, 1, 9, 529, false, true, 30, 1);
+  test_rows<Half, int64_t>(20, 3, 9, 7, false, false, 50, 0);
+  test_rows<float, int64_t>(70, 1, 3, 257, false, false, 60, 0);
+  test_rows<double, int32_t>(90, 1, 30, 66, true, false, 40, 0);
+  test_rows<float, int64_t>(1200, 1, 2, 1, false, false, 97, 0);
+  test_rows<float, int64_t>(33, 1, 33, 8, false, true, 0, 0);
+  test_foreign_plan();
 
   test_gate<float, float>(7, 4, 64, true, true, true);
   test_gate<float, float>(5, 4, 264, false, false, true);

@@ -14,6 +14,7 @@
 #include "kernels/embedding.h"
 #include "kernels/gate_conv.h"
 #include "kernels/ngram_hash.h"
+#include "kernels/row_update.h"
 #include "kernels/short_conv.h"
 
 namespace {
@@ -56,6 +57,12 @@ template <typename T> void close(const std::vector<T>& got, const std::vector<do
     norm += want[i] * want[i];
   }
   check(got.size() == want.size() && std::sqrt(error) <= tolerance<T>() * std::sqrt(norm) + 1e-300, what);
+}
+
+template <typename T> std::vector<double> to_double(const std::vector<T>& v) {
+  std::vector<double> out(v.size());
+  for (size_t i = 0; i < v.size(); ++i) out[i] = static_cast<double>(v[i]);
+  return out;
 }
 
 // ------------------------------------------------------------------------------------------------ ngram_hash
@@ -128,20 +135,9 @@ void test_ngram_hash(int64_t B, int64_t T, int64_t L, int64_t N, int64_t H) {
 
 // ------------------------------------------------------------------------------------------------ embedding
 
-void sort_keys(std::vector<int64_t>& keys, int bits) {
-  const int64_t chunks = uniform(1, 5);
-  std::vector<int64_t> scratch(keys.size()), starts(chunks * engram::cpu::kSortBuckets);
-  const engram::cpu::SortKeys sort{
-      keys.data(), scratch.data(), starts.data(), static_cast<int64_t>(keys.size()), chunks, bits};
-  for (int64_t i = 0; i < chunks; ++i) engram::cpu::sort_count(sort, i);
-  engram::cpu::sort_offsets(sort);
-  for (int64_t i = 0; i < chunks; ++i) engram::cpu::sort_scatter(sort, i);
-  for (int64_t i = 0; i < engram::cpu::kSortBuckets; ++i) engram::cpu::sort_bucket(sort, i);
-}
-
 template <typename T, typename Index> void test_embedding(int64_t tokens, int64_t C, int64_t R, int64_t d, bool shard) {
   const int64_t slots = tokens * C, begin = shard ? 3 : 0;
-  const auto table = normal<T>(R * d), grad_out = normal<T>(slots * d);
+  const auto table = normal<T>(R * d);
   std::vector<Index> rows(slots);
   for (auto& r : rows) r = static_cast<Index>(shard ? uniform(0, R + 6) : uniform(0, R - 1));
   const Mask mask(tokens);
@@ -159,32 +155,204 @@ template <typename T, typename Index> void test_embedding(int64_t tokens, int64_
   const int64_t cut = uniform(0, slots);
   bool ok = engram::cpu::embedding_forward(forward, 0, cut) == engram::kNoBadRow;
   ok &= engram::cpu::embedding_forward(forward, cut, slots) == engram::kNoBadRow;
-  std::vector<double> grad(R * d);
   for (int64_t slot = 0; slot < slots; ++slot) {
     const int64_t row = int64_t{rows[slot]} - begin;
     const bool used = mask.data()[slot / C] && row >= 0 && row < R;
-    for (int64_t i = 0; i < d; ++i) {
+    for (int64_t i = 0; i < d; ++i)
       ok &= static_cast<double>(out[slot * d + i]) == (used ? static_cast<double>(table[row * d + i]) : 0.0);
-      if (used) grad[row * d + i] += static_cast<double>(grad_out[slot * d + i]);
-    }
   }
   check(ok, "embedding forward");
+}
 
-  int slot_bits = 0, row_bits = 0;
-  while (slots >> slot_bits) ++slot_bits;
-  while (R >> row_bits) ++row_bits;
-  std::vector<int64_t> keys(slots);
-  const engram::EmbeddingKeys<Index> k{rows.data(), mask.data(), keys.data(), slots, C, R, begin, shard, slot_bits};
-  ok = engram::cpu::embedding_keys(k, 0, slots) == engram::kNoBadRow;
-  sort_keys(keys, row_bits + slot_bits);
-  for (int64_t i = 1; i < slots; ++i) ok &= keys[i - 1] < keys[i];
-  check(ok, "embedding keys are sorted and distinct");
-  std::vector<T> grad_table(R * d, T(0));
-  const engram::EmbeddingBackward<T> backward{grad_out.data(), keys.data(), grad_table.data(), nullptr, slots, R, d,
-                                              slot_bits};
-  engram::cpu::embedding_backward(backward, cut, slots);
-  engram::cpu::embedding_backward(backward, 0, cut);
-  close(grad_table, grad, "embedding backward");
+// ------------------------------------------------------------------------------------------------ row_plan
+
+void sort_keys(std::vector<int64_t>& keys, int bits) {
+  const int64_t chunks = uniform(1, 5);
+  std::vector<int64_t> scratch(keys.size()), starts(chunks * engram::cpu::kSortBuckets);
+  const engram::cpu::SortKeys sort{
+      keys.data(), scratch.data(), starts.data(), static_cast<int64_t>(keys.size()), chunks, bits};
+  for (int64_t i = 0; i < chunks; ++i) engram::cpu::sort_count(sort, i);
+  engram::cpu::sort_offsets(sort);
+  for (int64_t i = 0; i < chunks; ++i) engram::cpu::sort_scatter(sort, i);
+  for (int64_t i = 0; i < engram::cpu::kSortBuckets; ++i) engram::cpu::sort_bucket(sort, i);
+}
+
+struct Plan {
+  std::vector<int64_t> keys, runs, count;
+  engram::RowPlan view() const {
+    const int64_t slots = static_cast<int64_t>(keys.size());
+    return {keys.data(), runs.data(), count.data(), slots, engram::bits_of(slots)};
+  }
+};
+
+template <typename Index>
+Plan make_plan(const std::vector<Index>& rows, const Mask& mask, int64_t C, int64_t R, int64_t begin, bool shard) {
+  const int64_t slots = static_cast<int64_t>(rows.size()), cut = uniform(0, slots), chunks = engram::run_chunks(slots);
+  const int slot_bits = engram::bits_of(slots);
+  Plan plan{std::vector<int64_t>(slots), std::vector<int64_t>(slots + 1), std::vector<int64_t>(1)};
+  const engram::RowKeys<Index> keys{rows.data(), mask.data(), plan.keys.data(), slots, C, R, begin, shard, slot_bits};
+  check(engram::cpu::row_keys(keys, cut, slots) == engram::kNoBadRow &&
+            engram::cpu::row_keys(keys, 0, cut) == engram::kNoBadRow,
+        "row_plan: rows inside");
+  sort_keys(plan.keys, engram::bits_of(R) + slot_bits);
+  std::vector<int64_t> scratch(chunks);
+  const engram::RowRuns runs{plan.keys.data(), plan.runs.data(), plan.count.data(), scratch.data(), slots, R,
+                             slot_bits};
+  for (int64_t i = chunks; i-- > 0;) engram::cpu::runs_count(runs, i);
+  engram::cpu::runs_offsets(runs);
+  for (int64_t i = chunks; i-- > 0;) engram::cpu::runs_write(runs, i);
+  return plan;
+}
+
+// The slots of each row, in order: what a plan says, found by looking at every slot.
+template <typename Index>
+std::vector<std::vector<int64_t>> slots_by_row(const std::vector<Index>& rows, const Mask& mask, int64_t C, int64_t R,
+                                               int64_t begin) {
+  std::vector<std::vector<int64_t>> slots(R);
+  for (size_t slot = 0; slot < rows.size(); ++slot) {
+    const int64_t row = int64_t{rows[slot]} - begin;
+    if (mask.data()[slot / C] && row >= 0 && row < R) slots[row].push_back(static_cast<int64_t>(slot));
+  }
+  return slots;
+}
+
+void check_plan(const Plan& plan, const std::vector<std::vector<int64_t>>& slots) {
+  const engram::RowPlan view = plan.view();
+  int64_t run = 0, position = 0;
+  bool ok = true;
+  for (size_t row = 0; row < slots.size(); ++row) {
+    if (slots[row].empty()) continue;
+    ok &= run < *view.count && view.runs[run++] == position;
+    for (const int64_t slot : slots[row]) {
+      ok &= view.row(position) == static_cast<int64_t>(row) && view.slot(position) == slot;
+      ++position;
+    }
+  }
+  check(ok && run == *view.count && view.runs[run] == position, "row_plan");
+}
+
+// ------------------------------------------------------------------------------------------------ row_sum
+
+template <typename T> void test_row_sum(const Plan& plan, const std::vector<std::vector<int64_t>>& slots, int64_t d) {
+  const int64_t all = static_cast<int64_t>(plan.keys.size()), cut = uniform(0, all), count = plan.count[0];
+  const auto values = normal<T>(all * d);
+  std::vector<double> want_all(slots.size() * d), want;
+  std::vector<int64_t> want_rows;
+  for (size_t row = 0; row < slots.size(); ++row) {
+    for (const int64_t slot : slots[row])
+      for (int64_t i = 0; i < d; ++i) want_all[row * d + i] += static_cast<double>(values[slot * d + i]);
+    if (slots[row].empty()) continue;
+    want_rows.push_back(static_cast<int64_t>(row));
+    want.insert(want.end(), want_all.begin() + row * d, want_all.begin() + (row + 1) * d);
+  }
+  std::vector<int64_t> rows(count, -1);
+  std::vector<T> sums(count * d, T(7)), scattered(slots.size() * d, T(0));
+  engram::RowSum<T> a{values.data(), plan.view(), rows.data(), sums.data(), nullptr, INT64_MAX, d};
+  engram::cpu::row_sum(a, cut, all);
+  engram::cpu::row_sum(a, 0, cut);
+  check(rows == want_rows, "row_sum rows");
+  close(sums, want, "row_sum");
+  a.rows = nullptr, a.sums = scattered.data();
+  engram::cpu::row_sum(a, cut, all);
+  engram::cpu::row_sum(a, 0, cut);
+  close(scattered, want_all, "row_sum, scattered");
+}
+
+// ------------------------------------------------------------------------------------------------ row_update
+
+using engram::RowRule;
+struct Rule {
+  RowRule rule;
+  bool first, second, per_row;
+};
+const Rule kRules[] = {{RowRule::sgd, false, false, false},   {RowRule::sgd, true, false, false},
+                       {RowRule::adagrad, false, true, true}, {RowRule::adam, true, true, false},
+                       {RowRule::adam, true, true, true},     {RowRule::adam, false, true, false},
+                       {RowRule::adam, false, true, true}};
+
+// One step of each rule, along the plan or on every row, against the formulas in double.
+template <typename T>
+void test_row_update(const Plan* plan, const std::vector<std::vector<int64_t>>& slots, int64_t d) {
+  using A = accumulate_t<T>;
+  const int64_t R = static_cast<int64_t>(slots.size()), all = plan ? static_cast<int64_t>(plan->keys.size()) : R;
+  const int64_t cut = uniform(0, all), step = uniform(1, 9);
+  const auto grad = normal<T>(all * d);
+  for (const Rule& rule : kRules) {
+    const bool adam = rule.rule == RowRule::adam;
+    auto table = normal<T>(R * d);
+    auto first = normal<A>(rule.first ? R * d : 0), second = normal<A>(rule.second ? rule.per_row ? R : R * d : 0);
+    for (A& v : second) v = std::abs(v);
+    auto w = to_double(table), m = to_double(first), v = to_double(second);
+    engram::RowUpdate<T> a{};
+    a.table = table.data(), a.grad = grad.data(), a.step = &step, a.table_rows = R, a.dim = d, a.rule = rule.rule;
+    a.first = rule.first ? first.data() : nullptr, a.second = rule.second ? second.data() : nullptr;
+    a.second_per_row = rule.per_row, a.maximize = uniform(0, 1);
+    a.lr = 0.25, a.beta1 = 0.7, a.beta2 = 0.9, a.eps = 1e-3, a.weight_decay = 0.1;
+    if (plan) a.plan = plan->view();
+    engram::cpu::row_update(a, cut, all);
+    engram::cpu::row_update(a, 0, cut);
+
+    for (int64_t row = 0; row < R; ++row) {
+      if (plan && slots[row].empty()) continue;
+      std::vector<double> g(d);
+      for (const int64_t slot : plan ? slots[row] : std::vector<int64_t>{row})
+        for (int64_t i = 0; i < d; ++i) g[i] += (a.maximize ? -1 : 1) * static_cast<double>(grad[slot * d + i]);
+      double mean = 0;
+      for (int64_t i = 0; i < d; ++i) mean += g[i] * g[i] / static_cast<double>(d);
+      if (rule.per_row) v[row] = adam ? a.beta2 * v[row] + (1 - a.beta2) * mean : v[row] + mean;
+      for (int64_t i = 0; i < d; ++i) {
+        const int64_t at = row * d + i;
+        double change = g[i];
+        if (rule.first) change = m[at] = a.beta1 * m[at] + (adam ? 1 - a.beta1 : 1) * g[i];
+        if (rule.first && adam) change /= 1 - std::pow(a.beta1, step);
+        if (rule.second && !rule.per_row) v[at] = a.beta2 * v[at] + (1 - a.beta2) * g[i] * g[i];
+        if (rule.second) {
+          const double state = v[rule.per_row ? row : at];
+          change /= std::sqrt(adam ? state / (1 - std::pow(a.beta2, step)) : state) + a.eps;
+        }
+        w[at] = w[at] * (1 - a.lr * a.weight_decay) - a.lr * change;
+      }
+    }
+    close(table, w, "row_update table");
+    close(first, m, "row_update first");
+    close(second, v, "row_update second");
+  }
+}
+
+// Stochastic rounding: one of the two neighbours, by the bits of the header, and the exact value in the mean.
+void test_stochastic_rounding(int64_t R, int64_t d) {
+  std::vector<BFloat16> table(R * d, BFloat16(1.0f)), grad(R * d, BFloat16(1.0f));
+  const int64_t step = 3;
+  engram::RowUpdate<BFloat16> a{};
+  a.table = table.data(), a.grad = grad.data(), a.step = &step, a.table_rows = R, a.dim = d;
+  a.rule = RowRule::sgd, a.maximize = true, a.stochastic = true, a.lr = 1.0 / 512, a.seed = 11;
+  engram::cpu::row_update(a, 0, R);
+  const float up = 1.0f + 1.0f / 128;  // the neighbour; a quarter of the way there
+  double mean = 0;
+  bool ok = true;
+  for (int64_t i = 0; i < R * d; ++i) {
+    const uint64_t key = engram::rounding_key(a.seed, step, i / d);
+    const uint32_t bits = engram::rounding_bits(key, static_cast<uint32_t>(i % d));
+    ok &= bits < 0x10000 && static_cast<float>(table[i]) == (bits + 0x4000 >= 0x10000 ? up : 1.0f);
+    mean += (static_cast<float>(table[i]) - 1.0) / static_cast<double>(R * d);
+  }
+  const double exact = 1.0 / 512, deviation = std::sqrt(3.0 / 16 / static_cast<double>(R * d)) / 128;
+  check(ok, "row_update rounds by the bits of the header");
+  check(std::abs(mean - exact) < 4 * deviation, "row_update keeps the exact value in the mean");
+}
+
+template <typename T, typename Index> void test_rows(int64_t tokens, int64_t C, int64_t R, int64_t d, bool shard) {
+  const int64_t begin = shard ? 3 : 0;
+  std::vector<Index> rows(tokens * C);
+  for (auto& r : rows) r = static_cast<Index>(shard ? uniform(0, R + 6) : uniform(0, R - 1));
+  for (auto& r : rows) r = uniform(0, 2) ? r : static_cast<Index>(begin + R / 2);
+  const Mask mask(tokens);
+  const Plan plan = make_plan(rows, mask, C, R, begin, shard);
+  const auto slots = slots_by_row(rows, mask, C, R, begin);
+  check_plan(plan, slots);
+  test_row_sum<T>(plan, slots, d);
+  test_row_update<T>(&plan, slots, d);
+  test_row_update<T>(nullptr, slots, d);
 }
 
 // ------------------------------------------------------------------------------------------------ gate
@@ -202,11 +370,6 @@ std::vector<double> numeric(std::vector<double>& x, const std::function<double()
     x[i] = keep;
   }
   return grad;
-}
-template <typename T> std::vector<double> to_double(const std::vector<T>& v) {
-  std::vector<double> out(v.size());
-  for (size_t i = 0; i < v.size(); ++i) out[i] = static_cast<double>(v[i]);
-  return out;
 }
 
 template <typename H, typename K> void test_gate(int64_t n, int64_t G, int64_t D, bool residual, bool gradients) {
@@ -477,6 +640,8 @@ template <typename T> void test_floats() {
     for (const bool shard : {false, true}) {
       test_embedding<T, int64_t>(uniform(1, 40), 3, 20, d, shard);
       test_embedding<T, int32_t>(uniform(1, 40), 2, 5, d, shard);
+      test_rows<T, int64_t>(uniform(1, 40), 3, 20, d, shard);
+      test_rows<T, int32_t>(uniform(1, 40), 2, 5, d, shard);
     }
     test_gate<T, T>(uniform(1, 20), uniform(1, 5), d, d % 2, false);
     test_short_conv<T>(2, uniform(1, 300), 2, d, 4, 3, d % 2, false);
@@ -484,7 +649,8 @@ template <typename T> void test_floats() {
     test_gate_conv<T, T>(2, uniform(1, 300), 2, d, 4, 3, d % 2, d % 2 == 0);
     test_gate_conv<T, T>(1, uniform(1, 20), uniform(1, 3), d, uniform(1, 5), uniform(1, 30), true, true);
   }
-  test_embedding<T, int64_t>(700, 8, 50, 5, false);  // past the smallest radix bucket
+  test_rows<T, int64_t>(700, 8, 50, 5, false);   // past the smallest radix bucket
+  test_rows<T, int32_t>(3000, 3, 900, 2, true);  // several chunks of runs
   test_gate<T, T>(0, 2, 8, true, false);
   test_short_conv<T>(2, 0, 2, 8, 4, 3, true, false);
   test_short_conv<T>(0, 5, 2, 8, 4, 3, true, false);
@@ -503,6 +669,7 @@ int main() {
   for (int i = 0; i < 40; ++i)
     test_ngram_hash(uniform(1, 3), uniform(1, 20), uniform(1, 3), uniform(2, 5), uniform(1, 9));
   test_ngram_hash(2, 0, 1, 3, 8);
+  test_stochastic_rounding(100, 130);
   test_floats<double>();
   test_floats<float>();
   test_floats<Half>();
