@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tool is no part of the installed package
 
-from benchmarks import accuracy, goals, limits, peers, report, run, shapes, works  # noqa: E402
+from benchmarks import accuracy, goals, limits, peers, report, run, shapes, steps, works  # noqa: E402
 from benchmarks.timing import Contender, interleave, summary  # noqa: E402
 import engram  # noqa: E402
 from engram import cli, nn  # noqa: E402
@@ -60,7 +60,12 @@ def test_summary():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", works.DEFAULT_SHAPES)
-def test_every_peer_agrees_with_ours(op, dtype):
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")     # of torch.optim.Adagrad
+def test_every_peer_agrees_with_ours(op, dtype, monkeypatch):
+    monkeypatch.setattr(steps, "FLAT_ROWS", (1_000_000, 2_000_000))
+    if op == "table_step" and dtype != torch.float32:
+        assert not list(works.works(choice(op, dtypes=(dtype,))))       # the peers have it in float32 only
+        return
     prepared = [run.prepare(work) for work in works.works(choice(op, dtypes=(dtype,)))]
     assert prepared and all(len(contenders) >= 2 and contenders[0].name == "ours" for contenders in prepared)
 

@@ -180,11 +180,15 @@ def test_equals_itself_after_resume_bit_for_bit(corpus, tmp_path):
     for name in training.NAMES:
         one, other = straight.models[name].state_dict(), second.models[name].state_dict()
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-        one, other = (c.optimizers[name].state_dict()["state"] for c in (straight, second))
-        assert all(torch.equal(one[i][key], other[i][key]) for i in one for key in one[i])
+        for one, other in zip(straight.optimizers[name], second.optimizers[name]):
+            one, other = one.state_dict()["state"], other.state_dict()["state"]
+            assert one and all(torch.equal(one[i][key], other[i][key]) for i in one for key in one[i])
 
 
-@pytest.mark.parametrize("options", [dict(), dict(branches=4), dict(dtype="bfloat16"), dict(dtype="float64")])
+@pytest.mark.parametrize("options", [
+    dict(), dict(branches=4), dict(dtype="bfloat16"), dict(dtype="float64"),
+    *(dict(optimizer=name) for name in training.OPTIMIZERS),
+])
 def test_both_models_learn(corpus, options):
     comparison = Comparison(TrainConfig(**{**SMALL, **options}), corpus)
     before = comparison.evaluate()
@@ -197,15 +201,31 @@ def test_both_models_learn(corpus, options):
     assert [entry[0] for entry in comparison.history["held_out"]] == [0, 25]
 
 
-def test_parameter_groups(corpus):
-    comparison = Comparison(TrainConfig(**SMALL), corpus)
-    matrices, rest, tables = training.parameter_groups(comparison.models["engram"], lr=0.01)
-    assert (matrices["weight_decay"], rest["weight_decay"], tables["weight_decay"]) == (0.1, 0, 0)
-    assert (matrices["peak_lr"], rest["peak_lr"], tables["peak_lr"]) == (0.01, 0.01, 0.05)
-    assert [p.shape[1] for p in tables["params"]] == [16]
+@pytest.mark.parametrize("name", training.OPTIMIZERS)
+def test_optimizers(corpus, name):
+    comparison = Comparison(TrainConfig(**SMALL, optimizer=name), corpus)
+    backbone, tables = comparison.optimizers["engram"]
+    matrices, rest = backbone.param_groups
+    (table,) = tables.param_groups
+    assert (matrices["weight_decay"], rest["weight_decay"], table["weight_decay"]) == (0.1, 0, 0)
+    assert (matrices["peak_lr"], rest["peak_lr"], table["peak_lr"]) == (0.01, 0.01, 0.05)
+    assert [p.shape[1] for p in table["params"]] == [16]
     everything = list(comparison.models["engram"].parameters())
-    assert sum(len(group["params"]) for group in (matrices, rest, tables)) == len(everything)
-    assert len(training.parameter_groups(comparison.models["baseline"], lr=0.01)) == 2
+    assert sum(len(group["params"]) for group in (matrices, rest, table)) == len(everything)
+    assert len(comparison.optimizers["baseline"]) == 1
+    comparison.train_step()
+    weight, = table["params"]
+    assert weight.grad.is_sparse == (name != "adamw")
+    rows, sizes = len(weight), comparison.optimizer_bytes()
+    per_row = {"row-wise-adam": 4 + 64, "row-wise-adagrad": 4, "lazy-adamw": 128, "adamw": 128}[name]
+    assert 0 <= sizes["tables"] - rows * per_row <= 8
+    assert sizes["engram"] > sizes["baseline"] + sizes["tables"] and min(comparison.seconds.values()) > 0
+
+
+def test_a_run_of_another_optimizer_is_not_resumed(corpus, tmp_path):
+    Comparison(TrainConfig(**SMALL), corpus).save(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="was trained with another optimizer"):
+        Comparison(TrainConfig(**SMALL, optimizer="adamw"), corpus).load(tmp_path / "c")
 
 
 def test_schedule():
@@ -287,6 +307,7 @@ def test_load_refuses_what_is_not_this_run(corpus, tmp_path):
         ("lr", 0.0, "lr must be positive"),
         ("lr", math.nan, "lr must be positive"),
         ("dtype", "float16", "dtype must be one of float32, bfloat16, float64"),
+        ("optimizer", "sgd", "optimizer must be one of row-wise-adam, row-wise-adagrad, lazy-adamw, adamw"),
     ],
 )
 def test_wrong_settings(field, value, message):

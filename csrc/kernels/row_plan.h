@@ -2,7 +2,7 @@
 //
 //   keys    the slots sorted by (row, slot); a slot that is skipped (its token is masked, or for a shard its row is
 //           another shard's) sorts behind all others
-//   runs    position in keys where each touched row begins, then where the last one ends: run i is
+//   runs    position in keys where each touched row begins, and from [count] on where the last one ends: run i is
 //           keys[runs[i] .. runs[i + 1])
 //   count   how many rows are touched
 //

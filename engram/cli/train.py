@@ -54,6 +54,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     run("--tokens", type=int, metavar="N", help="tokens per step (default: 2048)")
     run("--length", type=int, metavar="N", help="tokens in a row that attention can see (default: 256)")
     run("--lr", type=float, metavar="X", help="peak learning rate; five times as much for the tables (default: 3e-3)")
+    run("--optimizer", choices=("row-wise-adam", "row-wise-adagrad", "lazy-adamw", "adamw"),
+        help="of the tables: a step of the first three costs what the batch touches, one of adamw what the tables hold "
+             "(default: row-wise-adam); all else is trained by AdamW")
     run("--seed", type=int, metavar="N", help="of the weights, the hash and the data order (default: 0)")
     run("--out", type=Path, default=Path("engram-run"), metavar="DIR",
         help="where checkpoint, plot and tokenizer go (default: ./engram-run)")
@@ -123,6 +126,7 @@ def train(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         comparison.load(checkpoint)
         if comparison.step > config.steps:
             raise UsageError(f"{checkpoint} is at step {comparison.step} already, past --steps {config.steps}")
+    first = comparison.step
     describe(comparison)
     if options.resume:
         print(f"resumed at step {comparison.step} from {checkpoint}")
@@ -143,6 +147,9 @@ def train(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         "steps": config.steps,
         "held_out": None,
         "parameters": comparison.parameter_counts(),
+        "optimizer_bytes": comparison.optimizer_bytes(),
+        "step_ms": {name: 1e3 * seconds / max(1, comparison.step - first)
+                    for name, seconds in comparison.seconds.items()},
         "seconds": round(time.monotonic() - began, 1),
         "checkpoint": str(checkpoint),
         "plot": str(options.out / PLOT),
@@ -158,6 +165,10 @@ def train(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     print(f"  baseline    {losses[BASELINE]:.4f}")
     print(f"  engram      {losses[ENGRAM]:.4f}")
     print(f"  difference  {change:+.1f} %")
+    step_ms, state = record["step_ms"], record["optimizer_bytes"]
+    print(f"step        {step_ms[BASELINE]:.0f} ms baseline, {step_ms[ENGRAM]:.0f} ms engram")
+    print(f"optimizer   {state[BASELINE]:,} bytes of state baseline, {state[ENGRAM]:,} engram, of which {state['tables']:,} "
+          f"for the tables ({config.optimizer})")
     print(f"curves: {options.out / PLOT}, models: {checkpoint}")
     return 0, record
 

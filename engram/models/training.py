@@ -9,6 +9,7 @@ import errno
 import json
 import math
 import os
+import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engram import optim
 from engram.config import EngramConfig
 from engram.models.corpus import Corpus, held_out_batches, training_batch
 from engram.models.lm import LanguageModel, LanguageModelConfig
@@ -24,6 +26,14 @@ from engram.nn import MultiHeadEmbedding
 from engram.vocab import TokenMap
 
 BASELINE, ENGRAM = NAMES = ("baseline", "engram")
+# What steps the tables; the rest is AdamW's. "adamw" is dense: a step costs what the table holds.
+BETAS = (0.9, 0.95)
+OPTIMIZERS = {
+    "row-wise-adam": lambda groups: optim.RowWiseAdam(groups, betas=BETAS),
+    "row-wise-adagrad": lambda groups: optim.RowWiseAdagrad(groups),
+    "lazy-adamw": lambda groups: optim.LazyAdamW(groups, betas=BETAS),
+    "adamw": lambda groups: torch.optim.AdamW(groups, betas=BETAS, fused=True),
+}
 DTYPES = ("float32", "bfloat16", "float64")
 WARMUP_STEPS = 40
 WEIGHT_DECAY = 0.1
@@ -64,6 +74,7 @@ class TrainConfig:
     seed: int = 0
     lr: float = 3e-3  # the best for the baseline of 2, 3, 4, 5.5 and 8e-3
     dtype: str = "float32"  # bfloat16: float32 weights under autocast
+    optimizer: str = "row-wise-adam"  # of the tables, out of OPTIMIZERS
 
     def __post_init__(self) -> None:
         for name in ("text", "engram_layers"):
@@ -87,8 +98,9 @@ class TrainConfig:
             raise ValueError(f"seed must not be negative, got {self.seed}")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr must be positive, got {self.lr}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
+        for name, known in (("dtype", DTYPES), ("optimizer", OPTIMIZERS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)}")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -102,18 +114,21 @@ class TrainConfig:
             raise ValueError(f"not the settings of this version of engram: {error}") from None
 
 
-def parameter_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
-    """AdamW groups: the matrices decay, the tables learn faster and do not decay, the rest (norms, taps) does not."""
+def build_optimizers(model: nn.Module, lr: float, table_optimizer: str) -> list[torch.optim.Optimizer]:
+    """AdamW for the matrices, with weight decay, and for norms and taps, without; the other one for the tables."""
     matrices = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     tables = [m.weight for m in model.modules() if isinstance(m, MultiHeadEmbedding)]
     taken = set(map(id, matrices + tables))
     rest = [p for p in model.parameters() if id(p) not in taken]
     groups = [
-        dict(params=matrices, weight_decay=WEIGHT_DECAY, peak_lr=lr),
-        dict(params=rest, weight_decay=0.0, peak_lr=lr),
-        dict(params=tables, weight_decay=0.0, peak_lr=lr * TABLE_LR),
+        dict(params=matrices, lr=lr, weight_decay=WEIGHT_DECAY, peak_lr=lr),
+        dict(params=rest, lr=lr, weight_decay=0.0, peak_lr=lr),
     ]
-    return [group for group in groups if group["params"]]
+    optimizers = [OPTIMIZERS["adamw"](groups)]
+    if tables:
+        lr *= TABLE_LR
+        optimizers.append(OPTIMIZERS[table_optimizer]([dict(params=tables, lr=lr, weight_decay=0.0, peak_lr=lr)]))
+    return optimizers
 
 
 def schedule(step: int) -> float:
@@ -122,7 +137,7 @@ def schedule(step: int) -> float:
 
 
 class Comparison:
-    """Both models, their optimizers, the step reached and the losses so far.
+    """Both models, their optimizers (`{name: [for the backbone, for the tables]}`), the step reached, the losses so far.
 
     `history` is `{"train": [[step, baseline, engram], ...], "held_out": [...]}`.
     """
@@ -137,9 +152,9 @@ class Comparison:
             if config.dtype == "float64":
                 model = model.double()
             self.models[name] = model.to(self.device)
-            groups = parameter_groups(model, config.lr)
-            self.optimizers[name] = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+            self.optimizers[name] = build_optimizers(model, config.lr, config.optimizer)
         self.step = 0
+        self.seconds = dict.fromkeys(NAMES, 0.0)  # of the steps made here
         self.history = {"train": [], "held_out": []}
 
     def model_config(self, name: str) -> LanguageModelConfig:
@@ -158,6 +173,7 @@ class Comparison:
                 layer_ids=config.engram_layers,
                 pad_id=0,  # END_OF_TEXT
                 seed=config.seed,
+                sparse_grad=config.optimizer != "adamw",
             )
         return LanguageModelConfig(**common, layers=config.layers, heads=config.heads, engram=engram)
 
@@ -167,6 +183,15 @@ class Comparison:
         modules = self.models[ENGRAM].modules()
         counts["tables"] = sum(m.weight.numel() for m in modules if isinstance(m, MultiHeadEmbedding))
         return counts
+
+    def optimizer_bytes(self) -> dict[str, int]:
+        """`{"baseline": n, "engram": n, "tables": n}`: memory of the optimizers' state so far; "tables" is the part that
+        the tables' optimizer has."""
+        def size(optimizer: torch.optim.Optimizer) -> int:
+            return sum(tensor.nbytes for state in optimizer.state.values() for tensor in state.values())
+
+        sizes = {name: sum(map(size, optimizers)) for name, optimizers in self.optimizers.items()}
+        return sizes | {"tables": size(self.optimizers[ENGRAM][-1])}
 
     def train_step(self) -> dict[str, float]:
         """One optimizer step of each model on the batch of this step. Returns the losses `{name: float}`.
@@ -178,17 +203,20 @@ class Comparison:
         batch = training_batch(self.corpus.train, **shape, seed=config.seed, step=self.step)
         losses = {}
         for name, model in self.models.items():
-            optimizer = self.optimizers[name]
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * schedule(self.step)
+            began = time.perf_counter()
+            for optimizer in self.optimizers[name]:
+                for group in optimizer.param_groups:
+                    group["lr"] = group["peak_lr"] * schedule(self.step)
             loss = self._loss(model, batch)
             losses[name] = loss.item()
             if not math.isfinite(losses[name]):
                 raise DivergenceError(f"the {name}'s loss is {losses[name]} at step {self.step + 1}; try a smaller lr")
-            optimizer.zero_grad()
+            model.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-            optimizer.step()
+            optim.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+            for optimizer in self.optimizers[name]:
+                optimizer.step()
+            self.seconds[name] += time.perf_counter() - began
         self.step += 1
         self.history["train"].append([self.step, *losses.values()])
         return losses
@@ -227,9 +255,10 @@ class Comparison:
         for name in NAMES:
             for key, tensor in self.models[name].state_dict().items():
                 tensors[f"{name}.model.{key}"] = tensor
-            for index, state in self.optimizers[name].state_dict()["state"].items():
-                for key, tensor in state.items():
-                    tensors[f"{name}.optimizer.{index}.{key}"] = tensor
+            for number, optimizer in enumerate(self.optimizers[name]):
+                for index, state in optimizer.state_dict()["state"].items():
+                    for key, tensor in state.items():
+                        tensors[f"{name}.optimizer.{number}.{index}.{key}"] = tensor
         metadata = {
             "format": "pt",
             "config": self.config.to_json(),
@@ -273,14 +302,14 @@ class Comparison:
             self.models[name].load_state_dict(
                 {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
             )
-            prefix = f"{name}.optimizer."
-            state = self.optimizers[name].state_dict()
-            state["state"] = {}
-            for key, tensor in tensors.items():
-                if key.startswith(prefix):
-                    index, entry = key.removeprefix(prefix).split(".")
-                    state["state"].setdefault(int(index), {})[entry] = tensor
-            self.optimizers[name].load_state_dict(state)
+            for number, optimizer in enumerate(self.optimizers[name]):
+                prefix = f"{name}.optimizer.{number}."
+                state = optimizer.state_dict() | {"state": {}}
+                for key, tensor in tensors.items():
+                    if key.startswith(prefix):
+                        index, entry = key.removeprefix(prefix).split(".")
+                        state["state"].setdefault(int(index), {})[entry] = tensor
+                optimizer.load_state_dict(state)
         torch.set_rng_state(tensors["rng"])
         self.step = int(metadata["step"])
         self.history = json.loads(metadata["history"])

@@ -166,15 +166,19 @@ template <typename T, typename Index> void test_embedding(int64_t tokens, int64_
 
 // ------------------------------------------------------------------------------------------------ row_plan
 
-void sort_keys(std::vector<int64_t>& keys, int bits) {
+void sort_keys(std::vector<int64_t>& keys, int bits, int slot_bits) {
   const int64_t chunks = uniform(1, 5);
-  std::vector<int64_t> scratch(keys.size()), starts(chunks * engram::cpu::kSortBuckets);
-  const engram::cpu::SortKeys sort{
-      keys.data(), scratch.data(), starts.data(), static_cast<int64_t>(keys.size()), chunks, bits};
-  for (int64_t i = 0; i < chunks; ++i) engram::cpu::sort_count(sort, i);
-  engram::cpu::sort_offsets(sort);
-  for (int64_t i = 0; i < chunks; ++i) engram::cpu::sort_scatter(sort, i);
-  for (int64_t i = 0; i < engram::cpu::kSortBuckets; ++i) engram::cpu::sort_bucket(sort, i);
+  engram::cpu::SortKeys sort{keys.data(), nullptr, nullptr,   static_cast<int64_t>(keys.size()),
+                             chunks,      bits,    slot_bits, static_cast<int>(uniform(0, 7))};
+  std::vector<int64_t> scratch(keys.size()), starts(chunks * sort.buckets());
+  sort.scratch = scratch.data();
+  sort.starts = starts.data();
+  if (sort.bucket_bits > 0) {
+    for (int64_t i = 0; i < chunks; ++i) engram::cpu::sort_count(sort, i);
+    engram::cpu::sort_offsets(sort);
+    for (int64_t i = 0; i < chunks; ++i) engram::cpu::sort_scatter(sort, i);
+  }
+  for (int64_t i = 0; i < sort.buckets(); ++i) engram::cpu::sort_bucket(sort, i);
 }
 
 struct Plan {
@@ -194,7 +198,7 @@ Plan make_plan(const std::vector<Index>& rows, const Mask& mask, int64_t C, int6
   check(engram::cpu::row_keys(keys, cut, slots) == engram::kNoBadRow &&
             engram::cpu::row_keys(keys, 0, cut) == engram::kNoBadRow,
         "row_plan: rows inside");
-  sort_keys(plan.keys, engram::bits_of(R) + slot_bits);
+  sort_keys(plan.keys, engram::bits_of(R) + slot_bits, slot_bits);
   std::vector<int64_t> scratch(chunks);
   const engram::RowRuns runs{plan.keys.data(), plan.runs.data(), plan.count.data(), scratch.data(), slots, R,
                              slot_bits};

@@ -46,11 +46,12 @@ __device__ __forceinline__ unsigned find_runs(const RowRuns& a, int64_t& end) {
   return begins;
 }
 
-// How many runs begin in each chunk.
+// How many runs begin in each chunk; and runs[slots], which is where the last one ends whatever the number of runs.
 __global__ void __launch_bounds__(kThreads) row_runs_count_kernel(const RowRuns a) {
   ENGRAM_SHARED(int, counts, [kWarps]);
-  int64_t end;
+  int64_t end = -1;
   const int count = warp_sum(__popc(find_runs(a, end)));
+  if (end >= 0) a.runs[a.slots] = end;
   if (threadIdx.x % kWarp == 0) counts[threadIdx.x / kWarp] = count;
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) row_runs_offsets_kernel(const RowRun
 __global__ void __launch_bounds__(kThreads) row_runs_write_kernel(const RowRuns a) {
   ENGRAM_SHARED(int, counts, [kWarps]);
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  int64_t end = -1;
+  int64_t end;
   const unsigned begins = find_runs(a, end), lanes_before = (1u << threadIdx.x % kWarp) - 1;
   const int count = warp_sum(__popc(begins));
   if (threadIdx.x % kWarp == 0) counts[warp] = count;
@@ -102,7 +103,12 @@ __global__ void __launch_bounds__(kThreads) row_runs_write_kernel(const RowRuns 
     if (mine) to[__popc(votes & lanes_before)] = position_of(round);
     to += __popc(votes);
   }
-  if (end >= 0) a.runs[*a.count] = end;
+  const int64_t touched = *a.count, last_end = a.runs[a.slots];
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int64_t i = position_of(round);
+    if (i >= touched && i < a.slots) a.runs[i] = last_end;
+  }
 }
 
 }  // namespace
