@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import engram
 import torch
 from torch import Tensor
 
-DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+DEVICES = ["cpu"] + ["cuda"] * (torch.cuda.is_available() and engram.build_info()["cuda"] is not None)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 HALF_DTYPES = [torch.bfloat16, torch.float16]
 
