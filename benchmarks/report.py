@@ -7,7 +7,8 @@ HEAD = """\
 
 Written by `python -m benchmarks.run --markdown docs/benchmarks.md`; do not edit. Rerun it on your machine:
 `python -m benchmarks.run --help` has the options, `--quick` takes minutes.
-
+"""
+METHOD = """\
 All ways to do one work are called in turn (A B C A B C ...) in one process, with outputs allocated by each call, after
 their results were compared with each other. A time is the median of the runs; ratios are of medians. "eager" is
 `engram.reference`, "demo" the official demo's way to write it, "compile" the better of compiling the reference as one
@@ -78,8 +79,13 @@ def judgement(verdict: dict) -> str:
 
 def markdown(records: list[dict]) -> str:
     """The whole document."""
+    return f"{HEAD}\n{body(records)}"
+
+
+def body(records: list[dict]) -> str:
+    """How it was measured, on what, and all tables."""
     rows = [record for record in records if record["kind"] == "row"]
-    sections = [HEAD, _machines(records)]
+    sections = [METHOD, _machines(records)]
     if any(row["goals"] for row in rows):
         sections.append("## Goals\n\n" + _goals(rows))
     if accuracies := [record for record in records if record["kind"] == "accuracy"]:

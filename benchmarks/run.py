@@ -68,21 +68,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                        help="check a few ratios with wide margins within a minute; exit status 1 if one is missed")
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "benchmarks.run") -> int:
-    """Run the command line; returns the exit status: 0 good, 1 a guard or the threshold was missed, 2 wrong usage."""
+def parser_of(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION)
     add_options(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "benchmarks.run") -> int:
+    """Run the command line; returns the exit status: 0 good, 1 a guard or the threshold was missed, 2 wrong usage."""
+    parser = parser_of(prog)
     options = parser.parse_args(argv)
     if meaningless := unused(options):
         parser.error(f"--{meaningless.replace('_', '-')} has no meaning beside --{mode_of(options)}")
     if options.device == "cuda":
         if options.threads:
             parser.error("--threads has no meaning beside --device cuda")
-        try:
-            devices("cuda")
-        except UsageError as error:
-            parser.error(str(error))
+        require_gpu(parser)
     return run(options)
+
+
+def require_gpu(parser: argparse.ArgumentParser) -> None:
+    """End with a usage error where engram's ops cannot run on a GPU."""
+    try:
+        devices("cuda")
+    except UsageError as error:
+        parser.error(str(error))
 
 
 def mode_of(options: argparse.Namespace) -> str | None:
