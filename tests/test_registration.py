@@ -1,4 +1,5 @@
 """What torch asks of an op: schema, fake kernel, autograd, torch.compile, torch.export. No exceptions list."""
+import engram
 import pytest
 import torch
 from engram import ops
@@ -51,6 +52,20 @@ def test_opcheck(op, sample, device):
 @pytest.mark.parametrize("op, sample", BACKWARD_CASES, ids=str)
 def test_opcheck_backward(op, sample, device):
     opcheck(getattr(torch.ops.engram, f"{op}_backward").default, (), backward_inputs(op, sample(device, torch.float32)))
+
+
+@pytest.mark.skipif(engram.build_info()["cuda"] is not None, reason="a build with CUDA kernels")
+@pytest.mark.parametrize("op", CHECKED)
+def test_a_gpu_without_cuda_kernels_gets_a_sentence(op):
+    """What is registered for CUDA tensors, called with CPU tensors past the dispatcher, since there is no GPU."""
+    inputs = named(op, "plain")[0](dtype=torch.float32)
+    for_cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    with pytest.raises(RuntimeError, match="^engram was built without CUDA kernels, so it has no op for CUDA tensors"):
+        getattr(torch.ops.engram, op).default.redispatch(for_cuda, **inputs)
+    if op in DIFFERENTIABLE:
+        backward = getattr(torch.ops.engram, f"{op}_backward").default
+        with pytest.raises(RuntimeError, match="^engram was built without CUDA kernels"):
+            backward.redispatch(for_cuda, **backward_inputs(op, inputs))
 
 
 @pytest.mark.parametrize("device", DEVICES)
