@@ -27,8 +27,9 @@ PYTHON
 if carried; then
   echo "gpu.sh: using the build that is here"
 else
+  mkdir -p build
   echo "gpu.sh: building for compute capability $architecture"
-  ENGRAM_CUDA=1 TORCH_CUDA_ARCH_LIST=$architecture "$python" setup.py build_ext --inplace >build.log 2>&1 ||
-    { tail -30 build.log; exit 1; }
+  ENGRAM_CUDA=1 TORCH_CUDA_ARCH_LIST=$architecture "$python" setup.py build_ext --inplace >build/gpu.log 2>&1 ||
+    { tail -30 build/gpu.log; exit 1; }
 fi
 exec "$python" -m benchmarks.gpu --built-in $((SECONDS - begin)) "$@"
