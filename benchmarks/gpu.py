@@ -1,4 +1,4 @@
-"""Checks and measures on a GPU within minutes, one step after the other: `bash benchmarks/gpu.sh` builds, then runs this.
+"""Checks and measures on a GPU within minutes, step by step: `bash benchmarks/gpu.sh` builds, then runs this.
 
 A step that fails, or that its time is over for, does not keep the next from running; exit status 1 says that there was
 one. What was seen goes to docs/gpu/<device>.json, one JSON line a record as of `benchmarks.run --json`, and to .md.
@@ -49,7 +49,7 @@ def steps(device: str, folder: Path) -> list[Step]:
         Step("every op against the float64 reference", check, 60),
         Step("tests of the CUDA kernels: row ids, graphs, side streams", (*tests, "tests/test_cuda.py"), 60),
         Step("tests: float64 references, determinism",
-             (*tests, "tests/ops", "tests/test_forward.py", "tests/test_determinism.py"), 90),
+             (*tests, "tests/ops", "tests/test_forward.py", "tests/test_determinism.py", "tests/test_nn.py"), 90),
         Step("tests: gradients, gradcheck", (*tests, "tests/test_gradients.py"), 120),
         Step("benchmarks of the ops, bfloat16",
              (*bench, *single_ops, "--dtype", "bfloat16", "--json", str(folder / "1.jsonl")), 150),

@@ -206,7 +206,7 @@ def gpu() -> dict:
     """The GPU that torch uses, and what it is used with."""
     facts = torch.cuda.get_device_properties(torch.cuda.current_device())
     query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem", "--format=csv,noheader",
-             f"--id={facts.uuid}" if "-" in str(getattr(facts, "uuid", "")) else "--id=0"]
+             f"--id=GPU-{facts.uuid}"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, check=True)
         driver, *clocks = (part.strip() for part in done.stdout.split(","))

@@ -15,7 +15,7 @@ KERNELS = "cuda" if "cuda" in DEVICES else "cpu"        # where the CUDA kernels
 needs_kernels = pytest.mark.skipif(
     KERNELS == "cpu" and "emulated" not in sys.modules, reason="no GPU, or a build without CUDA kernels; no emulator")
 needs_gpu = pytest.mark.skipif(KERNELS == "cpu", reason="no GPU, or a build without CUDA kernels")
-HOLD = 50_000_000               # cycles for which a stream is held up: tens of milliseconds
+HOLD = 200_000_000              # cycles that a stream is held up for: 0.1 s, far longer than the host needs
 
 
 # Ids out of range

@@ -62,7 +62,7 @@ def test_both_files(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_steps_name_what_exists(device, tmp_path):
-    """Test files and options: of the benchmarks what the command line takes, of pytest a selection that is not empty."""
+    """Test files that are there, and options that the benchmarks take."""
     for step in gpu.steps(device, tmp_path):
         arguments = list(step.command)
         files = [part for part in arguments if part.startswith("tests/")]
