@@ -20,11 +20,11 @@ WAYS = {
 }
 
 
-def measure(name: str, shape: Shape, dtype: torch.dtype) -> dict:
+def measure(name: str, shape: Shape, dtype: torch.dtype, device: str = "cpu") -> dict:
     """gate_conv's errors on y and the gradients of key, hidden and value, ours beside those of eager code."""
     sizes = dict(batch=shape.batch, tokens=shape.tokens, branches=shape.branches, width=shape.width)
-    inputs = named("gate_conv", "plain")[0].at(**sizes)(dtype=dtype)
-    grad = torch.randn(inputs["hidden"].shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    inputs = named("gate_conv", "plain")[0].at(**sizes)(device, dtype)
+    grad = torch.randn(inputs["hidden"].shape, generator=torch.Generator().manual_seed(1)).to(inputs["hidden"])
     exact = dict(zip(OUTPUTS, _outputs(reference.gate_conv, to_double(inputs), grad.double())))
     errors = {}
     for way, function in WAYS.items():
@@ -33,7 +33,8 @@ def measure(name: str, shape: Shape, dtype: torch.dtype) -> dict:
     limits = {output: min(limit, errors["demo"][output]) if dtype == torch.bfloat16 else limit
               for output, limit in LIMITS[dtype].items()}
     return dict(
-        kind="accuracy", op="gate_conv", shape=name, sizes=str(shape), dtype=str(dtype).removeprefix("torch."),
+        kind="accuracy", op="gate_conv", device=device, shape=name, sizes=str(shape),
+        dtype=str(dtype).removeprefix("torch."),
         errors=errors, limits=limits, met=all(errors["ours"][output] <= limit for output, limit in limits.items()),
     )
 

@@ -1,4 +1,4 @@
-"""What has to be reached, for two threads, and whether a row does."""
+"""What has to be reached, for two CPU threads and for a GPU, and whether a row does."""
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -122,8 +122,31 @@ TABLE: dict[tuple, list[Goal]] = {
 }
 
 
+# On a GPU, (op, direction, G) to goals, whatever the dtype.
+GPU_TABLE: dict[tuple, list[Goal]] = {
+    ("gate", FORWARD, 4): [share_of_copy(0.80), times_faster("eager", 6)],
+    ("gate", BOTH, 4): [share_of_copy(0.70, BACKWARD_ALONE), times_faster("eager", 8)],
+    ("short_conv", FORWARD, 4): [share_of_copy(0.80), times_faster("eager", 6)],
+    ("short_conv", BOTH, 4): [share_of_copy(0.70, BACKWARD_ALONE), times_faster("eager", 8)],
+    **{("gate_conv", FORWARD, branches): [
+        share_of_copy(0.80), times_faster("eager", factor), times_faster("compile", 2.5)]
+       for branches, factor in ((4, 6), (1, 4))},
+    **{("gate_conv", BOTH, branches): [
+        share_of_copy(0.70, BACKWARD_ALONE), times_faster("eager", factor), times_faster("compile", 3)]
+       for branches, factor in ((4, 8), (1, 5))},
+}
+
+
+def gpu_goals_of(row: dict) -> list[Goal]:
+    if row["op"] == "embedding" and row["direction"] == FORWARD:
+        return [share_of_copy(0.85 if row["row_bytes"] >= 128 else 0.70)]
+    return GPU_TABLE.get((row["op"], row["direction"], row["branches"]), [])
+
+
 def goals_of(row: dict) -> list[Goal]:
-    """The goals that a row has to reach; none unless it ran on two threads."""
+    """The goals that a row has to reach; on the CPU none unless it ran on two threads."""
+    if row.get("device", "cpu") != "cpu":
+        return gpu_goals_of(row)
     if row["threads"] != THREADS:
         return []
     op, direction = row["op"], row["direction"]

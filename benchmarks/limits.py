@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.shapes import make_table
-from benchmarks.timing import Contender, interleave, summary
+from benchmarks.timing import Contender, interleave, summary, timer_of
 
 COPY_BYTES = 256 * 2**20
 
@@ -49,13 +49,15 @@ def bf16_instructions() -> bool:
 class Copy:
     """Copy bandwidth of two buffers far larger than the caches, bytes read plus bytes written."""
 
-    def __init__(self) -> None:
-        self.source = torch.ones(COPY_BYTES // 4)
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        self.source = torch.ones(COPY_BYTES // 4, device=device)
         self.target = torch.empty_like(self.source).fill_(0)
 
     def gbs(self, runs: int = 3) -> float:
         """GB/s, median of `runs`."""
-        times = interleave([Contender("copy", lambda i: self.target.copy_(self.source))], 0, least=runs)["copy"]
+        copy, timer = Contender("copy", lambda i: self.target.copy_(self.source)), timer_of(self.device)
+        times = interleave([copy], 0, least=runs, timer=timer)["copy"]
         return 2 * COPY_BYTES / summary(times)["median_ms"] / 1e6
 
 
@@ -63,6 +65,8 @@ def measure(
     copy: Copy, seconds: float, table_bytes: int, *, compiler: bool, row_bytes: tuple[int, ...] = (64, 128, 256, 640)
 ) -> dict:
     """Copy and read bandwidth in GB/s; nanoseconds per random row of a table, by page size and row width.
+
+    On a GPU the copy bandwidth alone.
 
     Args:
         copy: its buffers are read, too.
@@ -72,8 +76,9 @@ def measure(
         row_bytes: widths to try.
     """
     threads = torch.get_num_threads()
-    limits = dict(kind="limits", threads=threads, copy_gbs=round(copy.gbs(7), 2), table_bytes=table_bytes)
-    if not compiler or loops() is None:
+    limits = dict(kind="limits", device=copy.device, threads=threads, copy_gbs=round(copy.gbs(7), 2),
+                  table_bytes=table_bytes)
+    if copy.device != "cpu" or not compiler or loops() is None:
         return limits
 
     words = copy.source.numel() // 2

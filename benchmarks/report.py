@@ -7,7 +7,8 @@ HEAD = """\
 
 Written by `python -m benchmarks.run --markdown docs/benchmarks.md`; do not edit. Rerun it on your machine:
 `python -m benchmarks.run --help` has the options, `--quick` takes minutes.
-
+"""
+METHOD = """\
 All ways to do one work are called in turn (A B C A B C ...) in one process, with outputs allocated by each call, after
 their results were compared with each other. A time is the median of the runs; ratios are of medians. "eager" is
 `engram.reference`, "demo" the official demo's way to write it, "compile" the better of compiling the reference as one
@@ -43,9 +44,15 @@ def terminal(record: dict) -> str:
     return f"{record['kind']}: " + ", ".join(f"{key} {value}" for key, value in record.items() if key != "kind")
 
 
+def on_gpu(record: dict) -> str:
+    """Its device, or nothing for the CPU."""
+    device = record.get("device", "cpu")
+    return "" if device == "cpu" else device
+
+
 def title(row: dict) -> str:
     parts = [row["op"], row["direction"], f"{row['shape']} ({row['sizes']})", row["dtype"], row["table"], row["ids"],
-             f"{row['threads']} thread{'s' * (row['threads'] > 1)}"]
+             on_gpu(row) or f"{row['threads']} thread{'s' * (row['threads'] > 1)}"]
     return ", ".join(part for part in parts if part)
 
 
@@ -72,8 +79,13 @@ def judgement(verdict: dict) -> str:
 
 def markdown(records: list[dict]) -> str:
     """The whole document."""
+    return f"{HEAD}\n{body(records)}"
+
+
+def body(records: list[dict]) -> str:
+    """How it was measured, on what, and all tables."""
     rows = [record for record in records if record["kind"] == "row"]
-    sections = [HEAD, _machines(records)]
+    sections = [METHOD, _machines(records)]
     if any(row["goals"] for row in rows):
         sections.append("## Goals\n\n" + _goals(rows))
     if accuracies := [record for record in records if record["kind"] == "accuracy"]:
@@ -95,8 +107,17 @@ def _machines(records: list[dict]) -> str:
                 f"{record['load']:.1f}; torch {record['torch']}, Python {record['python']}, engram {record['engram']} "
                 f"({record['revision']}, {record['compiler']}), {record['date']}.\n\n"
             )
+            if gpu := record.get("gpu"):
+                text += (
+                    f"GPU: {gpu['name']}, compute capability {gpu['capability']}, {gpu['multiprocessors']} "
+                    f"multiprocessors, {gpu['memory_bytes'] / 2**30:.0f} GiB, L2 cache {gpu['l2_bytes'] / 2**20:.0f} "
+                    f"MiB, CUDA {gpu['cuda']}, driver {gpu['driver']}, kernels for {gpu['kernels']}. Times are between "
+                    "two CUDA events, the GPU held busy until the host has issued the whole call, its L2 cache flushed "
+                    "before each call, and ids fresh in every one.\n\n"
+                )
         elif record["kind"] == "limits":
-            text += f"Limits, threads {record['threads']}: copy {record['copy_gbs']} GB/s (read plus written)"
+            where = on_gpu(record) or f"threads {record['threads']}"
+            text += f"Limits, {where}: copy {record['copy_gbs']} GB/s (read plus written)"
             if "read_gbs" in record:
                 text += f", read {record['read_gbs']} GB/s; a random row of a table of " \
                         f"{record['table_bytes'] // 2**20} MiB, on 4 KiB and on 2 MiB pages: "
@@ -113,7 +134,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 def _case(row: dict) -> list[str]:
     where = ", ".join(part for part in (row["shape"], row["table"], row["ids"]) if part)
-    return [row["direction"], where, row["dtype"], str(row["threads"])]
+    return [row["direction"], where, row["dtype"], on_gpu(row) or str(row["threads"])]
 
 
 def _goals(rows: list[dict]) -> str:
@@ -127,7 +148,8 @@ def _goals(rows: list[dict]) -> str:
             share = ", ".join(f"{name} {part:.0%}" for name, part in row["profile"].items())
             short.append(f"* {title(row)}: {share}")
     met = sum(line[-1] == "met" for line in lines)
-    text = f"{met} of {len(lines)} met, on two threads.\n\n"
+    where = ", ".join(dict.fromkeys(on_gpu(row) or "two threads" for row in rows if row["goals"]))
+    text = f"{met} of {len(lines)} met, on {where}.\n\n"
     text += _table(["op", "direction", "shape", "dtype", "goal", "wanted", "got", ""], lines)
     if short:
         text += "\nWhere the time of ours goes in the rows that fall short (torch.profiler, own time by op):\n\n"
@@ -153,7 +175,8 @@ def _accuracy(records: list[dict]) -> str:
 def _measurements(rows: list[dict]) -> str:
     """One line a work: ours in milliseconds, and how many times as long the others take."""
     groups = list(dict.fromkeys(result["group"] for row in rows for result in row["results"][1:]))
-    head = ["direction", "shape", "dtype", "threads", "ours, ms (p10-p90; runs)", "GB/s, share of copy", *groups]
+    place = "device" if any(map(on_gpu, rows)) else "threads"
+    head = ["direction", "shape", "dtype", place, "ours, ms (p10-p90; runs)", "GB/s, share of copy", *groups]
     lines = []
     for row in rows:
         ours = row["results"][0]
@@ -171,7 +194,7 @@ def _measurements(rows: list[dict]) -> str:
 def compare(before: list[dict], now: list[dict], threshold: float) -> int:
     """Print our times over the earlier ones; 1 if one is beyond the threshold or nothing could be compared."""
     machines = [next((r for r in records if r["kind"] == "machine"), {}) for records in (before, now)]
-    for fact in ("cpu", "cores", "isa", "torch"):
+    for fact in ("cpu", "cores", "isa", "gpu", "torch"):
         if machines[0].get(fact) != machines[1].get(fact):
             print(f"note: {fact} was {machines[0].get(fact)}, is {machines[1].get(fact)}")
     earlier = {title(row): row["results"][0] for row in before if row["kind"] == "row"}

@@ -17,19 +17,24 @@ import torch
 import engram
 from benchmarks import accuracy, goals, limits, report
 from benchmarks.shapes import SHAPES, TABLES
-from benchmarks.timing import Contender, interleave, summary
+from benchmarks.timing import Contender, interleave, summary, timer_of
 from benchmarks.works import BOTH, DEFAULT_SHAPES, FORWARD, Choice, Work, works
+from engram import profiling
+from engram.cli.check import devices
+from engram.cli.errors import UsageError
 from samples import relative_error
 
 DESCRIPTION = """\
 Speed of engram's operators and of the whole layer, beside plain PyTorch and the machine's own limits. All ways to do
-one work are called in turn in one process, after their results were compared with each other; ratios are of medians."""
+one work are called in turn in one process, after their results were compared with each other; ratios are of medians. On
+a GPU times are between CUDA events, with the L2 cache flushed before every call."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-DEFAULT_TABLES = ("64MB", "1GB")
+DEFAULT_TABLES, GPU_TABLES = ("64MB", "1GB"), ("1GB", "4GB")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     chosen = parser.add_argument_group("what to measure")
+    chosen.add_argument("--device", choices=["cpu", "cuda"], help="default: cpu")
     chosen.add_argument("--op", nargs="+", choices=[*DEFAULT_SHAPES, "accuracy"], metavar="OP",
                         help=f"out of {', '.join(DEFAULT_SHAPES)}, accuracy; default: all")
     chosen.add_argument("--shape", nargs="+", choices=SHAPES, metavar="SHAPE",
@@ -38,10 +43,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     chosen.add_argument("--direction", nargs="+", choices=["forward", "both"], help="default: each")
     chosen.add_argument("--threads", nargs="+", type=int, metavar="N", help="default: torch's own number")
     chosen.add_argument("--tables", nargs="+", choices=TABLES,
-                        help=f"for the lookup; default: {' '.join(DEFAULT_TABLES)}")
+                        help=f"for the lookup; default: {' '.join(DEFAULT_TABLES)}; on a GPU {' '.join(GPU_TABLES)}")
     chosen.add_argument("--ids", nargs="+", choices=["uniform", "zipf"],
                         help="for the lookup: uniform rows, or those of a real token stream; default: both")
-    chosen.add_argument("--goals", action="store_true", help="only what has a goal; goals are for two threads")
+    chosen.add_argument("--goals", action="store_true",
+                        help="only what has a goal; on the CPU goals are for two threads")
     chosen.add_argument("--quick", action="store_true", help="shapes A and B, the smallest table, one second a work")
     chosen.add_argument("--seconds", type=float, metavar="S", help="time for the rounds of one work (default: 6)")
     chosen.add_argument("--no-compiler", action="store_true",
@@ -56,19 +62,37 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     modes.add_argument("--rows", type=Path, nargs="+", metavar="FILE",
                        help="take the results of earlier --json files, for --markdown or --against")
     modes.add_argument("--profile", action="store_true",
-                       help="run ours alone, a hundred times, under torch.profiler; also for `perf record`")
+                       help="run ours alone, a hundred times, under torch.profiler and with the layer's stages named; "
+                            "also for `nsys`, `ncu` and `perf record`")
     modes.add_argument("--guard", action="store_true",
                        help="check a few ratios with wide margins within a minute; exit status 1 if one is missed")
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "benchmarks.run") -> int:
-    """Run the command line; returns the exit status: 0 good, 1 a guard or the threshold was missed, 2 wrong usage."""
+def parser_of(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION)
     add_options(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "benchmarks.run") -> int:
+    """Run the command line; returns the exit status: 0 good, 1 a guard or the threshold was missed, 2 wrong usage."""
+    parser = parser_of(prog)
     options = parser.parse_args(argv)
     if meaningless := unused(options):
         parser.error(f"--{meaningless.replace('_', '-')} has no meaning beside --{mode_of(options)}")
+    if options.device == "cuda":
+        if options.threads:
+            parser.error("--threads has no meaning beside --device cuda")
+        require_gpu(parser)
     return run(options)
+
+
+def require_gpu(parser: argparse.ArgumentParser) -> None:
+    """End with a usage error where engram's ops cannot run on a GPU."""
+    try:
+        devices("cuda")
+    except UsageError as error:
+        parser.error(str(error))
 
 
 def mode_of(options: argparse.Namespace) -> str | None:
@@ -77,7 +101,7 @@ def mode_of(options: argparse.Namespace) -> str | None:
 
 def unused(options: argparse.Namespace) -> str | None:
     """An option that was given and that the chosen mode has no use for."""
-    chosen = ["op", "shape", "dtype", "direction", "threads", "tables", "ids", "quick"]
+    chosen = ["device", "op", "shape", "dtype", "direction", "threads", "tables", "ids", "quick"]
     timed, results = ["goals", "seconds", "no_compiler"], ["json", "markdown", "against"]
     refused = {"rows": [*chosen, *timed, "json"], "profile": [*timed, *results], "guard": [*chosen, *timed, *results]}
     return next((name for name in refused.get(mode_of(options), []) if getattr(options, name)), None)
@@ -106,16 +130,22 @@ def run(options: argparse.Namespace) -> int:
 
 
 def choose(options: argparse.Namespace) -> Choice:
-    quick = options.quick
+    quick, device = options.quick, device_of(options)
+    tables = DEFAULT_TABLES if device == "cpu" else GPU_TABLES
     return Choice(
         ops=tuple(op for op in options.op or DEFAULT_SHAPES if op in DEFAULT_SHAPES),
-        shapes=tuple(options.shape or ("A", "B")) if quick or options.shape else None,
+        shapes=tuple(options.shape or (("A", "B") if device == "cpu" else ("H",))) if quick or options.shape else None,
         dtypes=tuple(DTYPES[name] for name in options.dtype or DTYPES),
-        tables=tuple(options.tables or (DEFAULT_TABLES[:1] if quick else DEFAULT_TABLES)),
+        tables=tuple(options.tables or (tables[:1] if quick else tables)),
         ids=tuple(options.ids or ("uniform", "zipf")),
         directions=tuple({"forward": FORWARD, "both": BOTH}[name] for name in options.direction or ("forward", "both")),
         compiler=not options.no_compiler,
+        device=device,
     )
+
+
+def device_of(options: argparse.Namespace) -> str:
+    return options.device or "cpu"
 
 
 def seconds_of(options: argparse.Namespace) -> float:
@@ -134,10 +164,10 @@ def measure_all(options: argparse.Namespace) -> Iterator[dict]:
             print(report.terminal(record), flush=True)
             return record
 
-        yield put(machine())
+        yield put(machine(choice.device))
         for threads in options.threads or [torch.get_num_threads()]:
             torch.set_num_threads(threads)
-            copy = limits.Copy()
+            copy = limits.Copy(choice.device)
             if choice.ops:
                 table = TABLES["64MB" if options.quick else "1GB"]
                 yield put(limits.measure(copy, seconds / 4, table, compiler=choice.compiler))
@@ -147,11 +177,11 @@ def measure_all(options: argparse.Namespace) -> Iterator[dict]:
         if options.op is None or "accuracy" in options.op:
             for name in choice.shapes or ("A", "B"):
                 for dtype in choice.dtypes:
-                    yield put(accuracy.measure(name, SHAPES[name], dtype))
+                    yield put(accuracy.measure(name, SHAPES[name], dtype, choice.device))
 
 
-def machine() -> dict:
-    """Where, when and with what."""
+def machine(device: str = "cpu") -> dict:
+    """Where, when and with what; `gpu` where that is measured."""
     def read(path: str) -> str:
         return Path(path).read_text() if Path(path).exists() else ""
 
@@ -161,13 +191,31 @@ def machine() -> dict:
     if revision and _git(root, "status", "--porcelain", "--untracked-files=no"):
         revision += " with changes"
     mode = re.search(r"\[(\w+)\]", read("/sys/kernel/mm/transparent_hugepage/enabled"))
-    return dict(
+    record = dict(
         kind="machine", date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         cpu=models[0] if models else platform.processor(), cores=os.cpu_count(),
         isa=engram.build_info()["cpu"], bf16_instructions=limits.bf16_instructions(), system=platform.platform(),
         page_bytes=os.sysconf("SC_PAGE_SIZE"), huge_pages=mode[1] if mode else "unknown",
         load=os.getloadavg()[0], torch=torch.__version__, python=platform.python_version(),
         engram=engram.__version__, compiler=engram.build_info()["compiler"], revision=revision or "unknown",
+    )
+    return record | (dict(gpu=gpu()) if device == "cuda" else {})
+
+
+def gpu() -> dict:
+    """The GPU that torch uses, and what it is used with."""
+    facts = torch.cuda.get_device_properties(torch.cuda.current_device())
+    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem", "--format=csv,noheader",
+             f"--id=GPU-{facts.uuid}"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=True)
+        driver, *clocks = (part.strip() for part in done.stdout.split(","))
+    except (OSError, subprocess.CalledProcessError):
+        driver, clocks = "unknown", []
+    return dict(
+        name=facts.name, capability=f"{facts.major}.{facts.minor}", multiprocessors=facts.multi_processor_count,
+        memory_bytes=facts.total_memory, l2_bytes=facts.L2_cache_size, cuda=torch.version.cuda, driver=driver,
+        clocks=clocks, kernels=engram.build_info()["cuda"],
     )
 
 
@@ -184,7 +232,7 @@ def measure(work: Work, copy: limits.Copy, seconds: float) -> dict:
     torch._dynamo.reset()               # a graph is compiled for one number of threads
     contenders = prepare(work)
     before = copy.gbs()
-    times = interleave(contenders, seconds, first=1)
+    times = interleave(contenders, seconds, first=1, timer=timer_of(work.device))
     copied = (before + copy.gbs()) / 2
     row = description(work) | dict(copy_gbs=round(copied, 2), notes=work.notes, results=[])
     for contender in contenders:
@@ -194,7 +242,7 @@ def measure(work: Work, copy: limits.Copy, seconds: float) -> dict:
             result["gbs"] = float(f"{moved / result['median_ms'] / 1e6:.4g}")
         row["results"].append(result)
     row["goals"] = goals.judge(row)
-    if not all(verdict["met"] for verdict in row["goals"]):
+    if work.device == "cpu" and not all(verdict["met"] for verdict in row["goals"]):
         row["profile"] = shares(profile(contenders[0], str(work), 20), str(work))
     return row
 
@@ -203,9 +251,10 @@ def description(work: Work) -> dict:
     """What a row says of its work before anything is measured."""
     shape = work.sizes
     return dict(
-        kind="row", op=work.op, direction=work.direction, shape=work.shape, sizes=str(shape),
+        kind="row", op=work.op, device=work.device, direction=work.direction, shape=work.shape, sizes=str(shape),
         dtype=str(work.dtype).removeprefix("torch."), threads=torch.get_num_threads(), table=work.table, ids=work.ids,
-        tokens=shape.count, output_bytes=shape.count * shape.columns * shape.row_width * work.dtype.itemsize,
+        tokens=shape.count, branches=shape.branches, row_bytes=shape.row_width * work.dtype.itemsize,
+        output_bytes=shape.count * shape.columns * shape.row_width * work.dtype.itemsize,
     )
 
 
@@ -232,7 +281,10 @@ def prepare(work: Work) -> list[Contender]:
 
 
 def profile_all(options: argparse.Namespace) -> int:
-    """Ours alone, a hundred times under torch.profiler, with NVTX ranges where there is a GPU; a table per work."""
+    """Ours alone, a hundred times under torch.profiler, with the layer's stages; a table per work.
+
+    The table has the host's times. What the GPU does is for nsys and ncu, which see the same ranges through NVTX.
+    """
     for threads in options.threads or [torch.get_num_threads()]:
         torch.set_num_threads(threads)
         for work in works(choose(options)):
@@ -246,10 +298,12 @@ def profile(ours: Contender, label: str, runs: int):
     """Averages by op name of `runs` calls."""
     for i in range(2):
         ours.call(i)
-    with torch.autograd.profiler.emit_nvtx(enabled=torch.cuda.is_available()), torch.profiler.profile() as trace:
+    with profiling.stages(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
         for i in range(runs):
-            with torch.profiler.record_function(label):
+            with profiling.named_range(label):
                 ours.call(i)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()    # or a profiler that ends with the process misses the last ones
     return trace.key_averages()
 
 

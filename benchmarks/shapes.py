@@ -49,9 +49,10 @@ SHAPES = {
     "P": Shape(1, 512, 2560, 4, 16, 80),      # the paper's 27B model
     "L": Shape(4, 2048, 1024, 4, 16, 64),     # A, 8192 tokens
     "H": Shape(8, 2048, 1024, 4, 16, 64),     # A, 16384 tokens: the hash
-    "S": Shape(1, 2048, 512, 1, 16, 32),      # a step of the table alone
-    "M": Shape(8, 4096, 512, 1, 16, 32),
+    "S2K": Shape(1, 2048, 512, 1, 16, 32),    # a step of the table alone
+    "S32K": Shape(8, 4096, 512, 1, 16, 32),
     "W": Shape(1, 64, 5120, 4, 24, 256),      # the widest published one
+    "S": Shape(8, 2048, 768, 1, 16, 32),      # one branch and short rows, 16384 tokens
     "A1": Shape(1, 1, 1024, 4, 16, 64),       # A, decoding
     "A64": Shape(1, 64, 1024, 4, 16, 64),
 }

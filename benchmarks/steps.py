@@ -1,6 +1,6 @@
 """What a training step costs on a table: gradient alone, forward + backward + optimizer step, and how both grow with it.
 
-Shapes S and M: 2048 and 32768 tokens of 16 columns, 32 wide. The ways to step share one table where they can; each has
+Shapes S2K and S32K: 2048 and 32768 tokens of 16 columns, 32 wide. The ways to step share one table where they can; each has
 its own state. Float32 only, which all peers have.
 """
 from collections.abc import Callable, Iterator
@@ -23,9 +23,19 @@ RULES = {
     "adam": (lambda p: optim.LazyAdamW(p, 0.1, weight_decay=0), lambda p: torch.optim.SparseAdam(p, 0.1), "SparseAdam",
              None),
 }
-DIRECTIONS = (GRADIENT, *RULES, FLATNESS)
 FLAT_ROWS = (4_000_000, 10_000_000, 20_000_000)
 DENSE_BYTES = TABLES["1GB"]  # of a dense gradient at most: two of them are alive at a time
+
+
+def directions(device: str) -> tuple[str, ...]:
+    """What is measured on a device; the plain gather that flatness is held against is a CPU loop."""
+    return (GRADIENT, *RULES, *((FLATNESS,) if device == "cpu" else ()))
+
+
+def _table(work, width: int, number: int) -> Tensor:
+    if work.device == "cpu":
+        return make_table(0, width, work.dtype, huge=False, rows=number)
+    return torch.empty(number, width, dtype=work.dtype, device=work.device).uniform_(-1, 1)
 
 
 def tables_of(direction: str, tables: tuple[str, ...]) -> tuple[str, ...]:
@@ -45,17 +55,16 @@ def build(direction: str) -> Callable:
 def _gradient(work, row_sets) -> Iterator[Contender]:
     settings = config(work.sizes, TABLES[work.table], work.dtype)
     width, number = settings.embed_dim_per_head, sum(nn.layer_moduli(settings, 1))
-    table = torch.empty(number, width, requires_grad=True)      # never read: only its gradient is asked for
-    sets = row_sets(work, settings)
-    grad = torch.randn(*sets[0].shape, width, generator=torch.Generator().manual_seed(1))
+    shape, sets = (number, width), row_sets(work, settings)
+    grad = torch.randn(*sets[0].shape, width, generator=torch.Generator().manual_seed(1)).to(work.device)
 
     def ours(rows):
         plan = ops.row_plan(rows, number)
         touched, sums = ops.row_sum(grad, *plan)
-        return torch.sparse_coo_tensor(touched[None], sums, table.shape, check_invariants=False, is_coalesced=True)
+        return torch.sparse_coo_tensor(touched[None], sums, shape, check_invariants=False, is_coalesced=True)
 
     def theirs(rows):
-        return torch.sparse_coo_tensor(rows.view(1, -1), grad.view(-1, width), table.shape,
+        return torch.sparse_coo_tensor(rows.view(1, -1), grad.view(-1, width), shape,
                                        check_invariants=False).coalesce()
 
     def contender(name: str, function, compare=None) -> Contender:
@@ -71,13 +80,13 @@ def _gradient(work, row_sets) -> Iterator[Contender]:
 def _steps(work, row_sets, rule: str) -> Iterator[Contender]:
     settings = config(work.sizes, TABLES[work.table], work.dtype)
     width, number = settings.embed_dim_per_head, sum(nn.layer_moduli(settings, 1))
-    weight = torch.nn.Parameter(make_table(0, width, work.dtype, huge=False, rows=number))
+    weight = _table(work, width, number)
     sets = row_sets(work, settings)
-    grad = torch.randn(*sets[0].shape, width, generator=torch.Generator().manual_seed(1)) / 1e3
+    grad = torch.randn(*sets[0].shape, width, generator=torch.Generator().manual_seed(1)).to(work.device) / 1e3
     ours, theirs, group, fbgemm_rule = RULES[rule]
 
     def contender(name: str, lookup, make, group: str = "") -> Contender:
-        parameter = torch.nn.Parameter(weight.detach())         # the same memory, a gradient of its own
+        parameter = torch.nn.Parameter(weight)                  # the same memory, a gradient of its own
         optimizer = make([parameter])
 
         def call(i):
@@ -89,8 +98,8 @@ def _steps(work, row_sets, rule: str) -> Iterator[Contender]:
 
     yield contender("ours", lambda rows, w: ops.embedding(w, rows, sparse_grad=True), ours)
     yield contender(group, lambda rows, w: F.embedding(rows, w, sparse=True), theirs)
-    for mode in ("SUM", "NONE"):
-        table = fbgemm_table(weight.detach(), fbgemm_rule, mode) if fbgemm_rule else None
+    for mode in ("SUM", "NONE") if work.device == "cpu" else ():
+        table = fbgemm_table(weight, fbgemm_rule, mode) if fbgemm_rule else None
         if table is not None:
             offsets, flat = torch.arange(sets[0].numel() + 1), grad.view(-1, width)
             yield Contender(f"FBGEMM, {mode}", lambda i, t=table: t(sets[i % len(sets)].view(-1), offsets).backward(flat),
@@ -103,7 +112,7 @@ def _flatness(work, row_sets) -> Iterator[Contender]:
     grad = torch.randn(shape.count, shape.columns, width, generator=generator) / 1e3
     gathers = []
     for number in FLAT_ROWS:
-        weight = torch.nn.Parameter(make_table(0, width, work.dtype, huge=False, rows=number))
+        weight = torch.nn.Parameter(_table(work, width, number))
         optimizer = optim.RowWiseAdagrad([weight], 0.1)
         sets = [torch.randint(number, (shape.count, shape.columns), generator=generator) for _ in range(32)]
 

@@ -3,8 +3,10 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+import torch
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,49 @@ class Contender:
             object.__setattr__(self, "group", self.name)
 
 
+def processor_time(call: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    result = call()
+    seconds = time.perf_counter() - start
+    del result                      # is freed outside of its time
+    return seconds
+
+
+class GpuTime:
+    """Seconds that the GPU needs for one call, between two CUDA events, with nothing of earlier calls in its L2 cache.
+
+    The GPU is held busy until the host has issued the whole call: what is timed is the device, not Python. More
+    kernels than a millisecond is enough for are timed as they come.
+    """
+
+    FLUSH_BYTES, HOLD_CYCLES = 2**29, 2_000_000  # several times the largest L2; about a millisecond
+
+    def __init__(self, cuda=torch.cuda) -> None:
+        self.cuda = cuda
+        self.flushed = torch.empty(self.FLUSH_BYTES, dtype=torch.uint8, device="cuda" if cuda is torch.cuda else "cpu")
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        begin, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
+        self.flushed.zero_()
+        self.cuda._sleep(self.HOLD_CYCLES)
+        begin.record()
+        result = call()
+        end.record()
+        end.synchronize()
+        del result
+        return begin.elapsed_time(end) / 1e3
+
+
+@lru_cache
+def timer_of(device: str) -> Callable[[Callable[[], object]], float]:
+    """How a call is timed on this device."""
+    return GpuTime() if device == "cuda" else processor_time
+
+
 def interleave(
-    contenders: Sequence[Contender], seconds: float, *, least: int = 7, most: int = 300, first: int = 0
+    contenders: Sequence[Contender], seconds: float, *, least: int = 7, most: int = 300, first: int = 0,
+    timer: Callable[[Callable[[], object]], float] = processor_time,
 ) -> dict[str, list[float]]:
     """Time the contenders in turn: A B C A B C ...
 
@@ -40,6 +83,7 @@ def interleave(
         seconds: for all rounds together, as far as `least` and `most` allow.
         least, most: rounds.
         first: the `i` of the first call.
+        timer: calls a function and returns its seconds.
 
     Returns:
         For each contender's name its times in seconds, one a round. What a call returns is freed outside of its time.
@@ -55,10 +99,7 @@ def interleave(
             if done >= least and elapsed * (done + 1) / done > seconds:
                 break
             for contender in contenders:
-                start = time.perf_counter()
-                result = contender.call(i)
-                times[contender.name].append(time.perf_counter() - start)
-                del result
+                times[contender.name].append(timer(lambda: contender.call(i)))
                 i += 1
     finally:
         if collecting:

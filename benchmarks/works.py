@@ -46,6 +46,7 @@ class Work:
     table: str = ""
     ids: str = ""
     notes: list[str] = field(default_factory=list)
+    device: str = "cpu"
 
     @property
     def tolerance(self) -> float:
@@ -67,6 +68,7 @@ class Choice:
     ids: tuple[str, ...]
     directions: tuple[str, ...]
     compiler: bool                  # torch.compile and limits.cpp may be used
+    device: str = "cpu"
 
 
 DEFAULT_SHAPES = {
@@ -76,14 +78,16 @@ DEFAULT_SHAPES = {
     "short_conv": ("A",),
     "gate_conv": ("A", "B", "P", "A1", "A64"),
     "module": ("A", "B", "A1", "A64"),
-    "table_step": ("S", "M"),
+    "table_step": ("S2K", "S32K"),
 }
+# A GPU needs many tokens to fill.
+GPU_SHAPES = {"embedding": ("H", "S"), "gate_conv": ("H", "S"), "module": ("H", "A1"), "table_step": ("S32K",)}
 
 
 def works(choice: Choice) -> Iterator[Work]:
     """All works of a choice, in the order of the ops."""
     for op in choice.ops:
-        for name in choice.shapes or DEFAULT_SHAPES[op]:
+        for name in choice.shapes or default_shapes(op, choice.device):
             shape = SHAPES[name]
             if op == "ngram_hash":
                 if FORWARD in choice.directions:
@@ -100,7 +104,11 @@ def works(choice: Choice) -> Iterator[Work]:
                 for direction in (FORWARD, BOTH):
                     if direction in choice.directions:
                         yield Work(op, direction, name, shape, dtype, partial(build, choice=choice),
-                                   bytes=_gate_bytes(op, direction, shape, dtype))
+                                   bytes=_gate_bytes(op, direction, shape, dtype), device=choice.device)
+
+
+def default_shapes(op: str, device: str) -> tuple[str, ...]:
+    return DEFAULT_SHAPES[op] if device == "cpu" else GPU_SHAPES.get(op, ("H",))
 
 
 def _gate_bytes(op: str, direction: str, shape: Shape, dtype: torch.dtype) -> int | None:
@@ -120,9 +128,9 @@ def _gate_bytes(op: str, direction: str, shape: Shape, dtype: torch.dtype) -> in
 def _gate_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
     op, shape, dtype = work.op, work.sizes, work.dtype
     leading = dict(batch=shape.batch, tokens=shape.tokens) if op != "gate" else dict(shape=(shape.batch, shape.tokens))
-    inputs = named(op, "plain")[0].at(**leading, branches=shape.branches, width=shape.width)(dtype=dtype)
+    inputs = named(op, "plain")[0].at(**leading, branches=shape.branches, width=shape.width)(work.device, dtype)
     leaves = [inputs[name].requires_grad_() for name in DIFFERENTIABLE[op]]
-    grad = torch.randn(leaves[0].shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    grad = torch.randn(leaves[0].shape, generator=torch.Generator().manual_seed(1)).to(leaves[0])
     conv = dict(eps=OPTIONS["conv_eps"], dilation=OPTIONS["dilation"])
     options = {"gate": dict(eps=OPTIONS["eps"]), "short_conv": conv, "gate_conv": OPTIONS}[op]
 
@@ -170,20 +178,21 @@ def _backward_alone(op: str, leaves: list[Tensor], grad: Tensor, options: dict, 
 def _hash_work(name: str, shape: Shape, choice: Choice) -> Work:
     written = shape.count * (1 + shape.columns) * 8
     return Work("ngram_hash", FORWARD, name, shape, torch.float32, partial(_hash_contenders, choice=choice),
-                bytes=written, ids="stream")
+                bytes=written, ids="stream", device=choice.device)
 
 
 def _hash_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
     settings = config(work.sizes, TABLES["1GB"], torch.float32)
-    constants = nn.NgramHash(settings, token_map())
-    sets = token_sets(work.sizes, 8)
+    constants = nn.NgramHash(settings, token_map(), device=work.device)
+    sets = [ids.to(work.device) for ids in token_sets(work.sizes, 8)]
     pad_id = settings.pad_id
 
     def contender(name: str, function) -> Contender:
         return Contender(name, lambda i: function(sets[i % len(sets)]), compare=lambda rows: [rows], tolerance=0)
 
     yield contender("ours", lambda ids: constants(ids)[0])
-    yield contender("numpy demo", peers.NumpyHash(constants, pad_id))
+    if work.device == "cpu":
+        yield contender("numpy demo", peers.NumpyHash(constants, pad_id))
     plain = peers.bind(peers.torch_hash, constants=constants, pad_id=pad_id)
     yield contender("torch", plain)
     if choice.compiler:
@@ -199,17 +208,19 @@ def _embedding_works(name: str, shape: Shape, dtype: torch.dtype, choice: Choice
         for ids in choice.ids:
             if FORWARD in choice.directions:
                 build = partial(_lookup_contenders, choice=choice)
-                yield Work("embedding", FORWARD, name, shape, dtype, build, 2 * memory + rows, table, ids)
+                yield Work("embedding", FORWARD, name, shape, dtype, build, 2 * memory + rows, table, ids,
+                           device=choice.device)
 
 
 def _step_works(name: str, shape: Shape, dtype: torch.dtype, choice: Choice) -> Iterator[Work]:
     if dtype != torch.float32 or BOTH not in choice.directions:
         return
-    for direction in steps.DIRECTIONS:
+    for direction in steps.directions(choice.device):
         for table in steps.tables_of(direction, choice.tables):
             for ids in choice.ids if table else ("",):
                 build = partial(steps.build(direction), row_sets=row_sets)
-                yield Work("table_step", direction, name, shape, dtype, build, None, table, ids)
+                yield Work("table_step", direction, name, shape, dtype, build, None, table, ids,
+                           device=choice.device)
 
 
 def row_sets(work: Work, settings) -> list[Tensor]:
@@ -219,21 +230,24 @@ def row_sets(work: Work, settings) -> list[Tensor]:
     sets = max(4, min(MOST_SETS, TOUCHED_BYTES // touched))
     constants = nn.NgramHash(settings, token_map())
     if work.ids == "zipf":
-        return [constants(ids)[0].flatten(0, 1) for ids in token_sets(shape, sets)]
+        return [constants(ids)[0].flatten(0, 1).to(work.device) for ids in token_sets(shape, sets)]
     generator = torch.Generator().manual_seed(0)
     moduli, offsets = constants.moduli[0], constants.offsets[0]
     uniform = torch.rand(sets, shape.count, shape.columns, generator=generator, dtype=torch.float64)
-    return list((uniform * moduli).long() + offsets)
+    return [rows.to(work.device) for rows in (uniform * moduli).long() + offsets]
 
 
 def _lookup_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
     settings = config(work.sizes, TABLES[work.table], work.dtype)
     width, number = settings.embed_dim_per_head, sum(nn.layer_moduli(settings, 1))
-    small, huge = (make_table(0, width, work.dtype, huge=pages, rows=number) for pages in (False, True))
     sets = row_sets(work, settings)
-    if (share := huge_page_share(huge)) < 0.95:
-        work.notes.append(f"only {share:.0%} of the table for 2 MiB pages is on such pages")
-    bags = torch.arange(sets[0].numel())
+    bags = torch.arange(sets[0].numel(), device=work.device)
+    if work.device == "cpu":
+        small, huge = (make_table(0, width, work.dtype, huge=pages, rows=number) for pages in (False, True))
+        if (share := huge_page_share(huge)) < 0.95:
+            work.notes.append(f"only {share:.0%} of the table for 2 MiB pages is on such pages")
+    else:
+        small = torch.empty(number, width, dtype=work.dtype, device=work.device).uniform_(-1, 1)
 
     def contender(name: str, function, group: str = "") -> Contender:
         def call(i):
@@ -246,6 +260,8 @@ def _lookup_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
     yield contender("F.embedding", lambda rows: F.embedding(rows, small))
     yield contender("index_select", lambda rows: small.index_select(0, rows.view(-1)), "index_select")
     yield contender("EmbeddingBag", lambda rows: F.embedding_bag(rows.view(-1), small, bags, mode="sum"))
+    if work.device != "cpu":
+        return
     fbgemm = steps.fbgemm_table(small, "EXACT_SGD", "NONE", work.dtype)
     if fbgemm is not None:
         offsets = torch.arange(sets[0].numel() + 1)
@@ -261,12 +277,13 @@ def _lookup_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
 
 def _module_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
     shape, dtype = work.sizes, work.dtype
-    settings = config(shape, MODULE_TABLE_BYTES, dtype, sparse_grad=True)
+    table_bytes = MODULE_TABLE_BYTES if work.device == "cpu" else TABLES["1GB"]
+    settings = config(shape, table_bytes, dtype, sparse_grad=True)
     torch.manual_seed(0)
-    layer = nn.Engram(settings, 1, token_map=token_map(), dtype=dtype)
-    hidden = torch.randn(shape.batch, shape.tokens, shape.branches, shape.width).to(dtype).requires_grad_()
-    grad = torch.randn(hidden.shape).to(dtype)
-    sets = token_sets(shape, 8)
+    layer = nn.Engram(settings, 1, token_map=token_map(), device=work.device, dtype=dtype)
+    hidden = torch.randn(shape.batch, shape.tokens, shape.branches, shape.width).to(work.device, dtype).requires_grad_()
+    grad = torch.randn(hidden.shape).to(hidden)
+    sets = [ids.to(work.device) for ids in token_sets(shape, 8)]
     leaves = [hidden, *layer.parameters()]
 
     def contender(name: str, function, group: str = "", tolerance: float | None = None) -> Contender:
@@ -301,7 +318,8 @@ def _tail(gate_conv):
 def _bare_products(layer: nn.Engram, work: Work) -> Contender:
     """The layer's matrix products and nothing else."""
     shape = work.sizes
-    memory = torch.randn(shape.batch, shape.tokens, layer.config.memory_width).to(work.dtype).requires_grad_()
+    memory = torch.randn(shape.batch, shape.tokens, layer.config.memory_width).to(work.device, work.dtype)
+    memory.requires_grad_()
     key, value = layer.key_proj, layer.value_proj
     leaves = [memory, key.weight, key.bias, value.weight, value.bias]
     grads = [torch.randn_like(product) for product in peers.project(*leaves)]

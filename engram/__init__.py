@@ -17,13 +17,15 @@ except ImportError as error:
         f"`python -m pip install .` (`-e .` inside the source tree) in this environment ({error})"
     ) from error
 
-from engram import nn, ops, reference
+from engram import nn, ops, profiling, reference
 from engram.config import EngramConfig
 from engram.storage import empty_table, huge_page_share
 from engram.vocab import TokenMap
 
 __version__ = "0.1.0"
-__all__ = ["EngramConfig", "TokenMap", "build_info", "empty_table", "huge_page_share", "nn", "ops", "reference"]
+__all__ = [
+    "EngramConfig", "TokenMap", "build_info", "empty_table", "huge_page_share", "nn", "ops", "profiling", "reference"
+]
 
 _LAZY = ("models", "optim")  # imported when first asked for: what most users of the ops do not need
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from engram import _C, ops, tables
 from engram.boundaries import check_tokenwise, describe, document_runs, visible_tokens
 from engram.config import EngramConfig
+from engram.profiling import stage
 from engram.storage import empty_table, fill_normal_, huge_page_share
 from engram.vocab import TokenMap
 
@@ -477,26 +478,30 @@ class Engram(nn.Module):
         if rows is None:
             if token_ids is None:
                 raise ValueError("Engram: token_ids or rows must be given")
-            rows = self.hash(token_ids, document_ids=document_ids, mask=visible)[0]
+            with stage("hash"):
+                rows = self.hash(token_ids, document_ids=document_ids, mask=visible)[0]
         else:
             expected = [len(config.layer_ids), batch, tokens, config.hash_columns]
             if list(rows.shape) != expected:
                 raise ValueError(f"Engram: rows must be {expected}, got {describe(rows)}")
             rows = rows[config.layer_ids.index(self.layer_id)]
 
-        memory = self.embedding(rows, visible).flatten(-2).to(self.key_proj.weight.dtype)
-        key = project(self.key_proj, memory).unflatten(-1, (config.branches, config.hidden_size))
-        value = project(self.value_proj, memory)
-        if self.conv is None:
-            out = self.gate(streams, key, value, mask=visible, residual=residual)
-        else:
-            out = ops.gate_conv(
-                streams, key, value, self.gate.hidden_weight, self.gate.key_weight,
-                self.conv.weight, self.conv.norm_weight,
-                eps=norm_eps(config, streams), conv_eps=config.conv_norm_eps, dilation=config.conv_dilation,
-                zero_rule=config.zero_rule, document_ids=document_ids if config.conv_reset else None, mask=visible,
-                residual=residual,
-            )
+        with stage("lookup"):
+            memory = self.embedding(rows, visible).flatten(-2).to(self.key_proj.weight.dtype)
+        with stage("projections"):
+            key = project(self.key_proj, memory).unflatten(-1, (config.branches, config.hidden_size))
+            value = project(self.value_proj, memory)
+        with stage("gate_conv"):
+            if self.conv is None:
+                out = self.gate(streams, key, value, mask=visible, residual=residual)
+            else:
+                out = ops.gate_conv(
+                    streams, key, value, self.gate.hidden_weight, self.gate.key_weight,
+                    self.conv.weight, self.conv.norm_weight,
+                    eps=norm_eps(config, streams), conv_eps=config.conv_norm_eps, dilation=config.conv_dilation,
+                    zero_rule=config.zero_rule, document_ids=document_ids if config.conv_reset else None, mask=visible,
+                    residual=residual,
+                )
         return out.view(hidden.shape)
 
     def _streams(self, hidden: Tensor) -> Tensor:

@@ -319,7 +319,8 @@ def gate(
     x, k = _select(here, hidden.to(dtype), 1), _select(here, key.to(dtype), 1)
     v = _select(here, value[..., None, :].to(dtype), 0)
     score = (_rms(x, hidden_weight, eps) * _rms(k, key_weight, eps)).sum(-1, keepdim=True) / hidden.shape[-1] ** 0.5
-    root = score.abs().clamp_min(clamp).sqrt()
+    size = score.abs()
+    root = torch.where(size < clamp, clamp, size).sqrt()  # not clamp_min: its gradient at clamp differs between torches
     u = torch.copysign(root, score) if zero_rule == "copysign" else score.sign() * root
     out = torch.sigmoid(u) * v
     if residual:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import engram
 import torch
 from engram import reference
 from torch import Tensor
 
-DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+DEVICES = ["cpu"] + ["cuda"] * (torch.cuda.is_available() and engram.build_info()["cuda"] is not None)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 HALF_DTYPES = [torch.bfloat16, torch.float16]
 

@@ -9,7 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tool is no part of the installed package
 
 from benchmarks import accuracy, goals, limits, peers, report, run, shapes, steps, works  # noqa: E402
-from benchmarks.timing import Contender, interleave, summary  # noqa: E402
+from benchmarks.timing import Contender, GpuTime, interleave, summary  # noqa: E402
 import engram  # noqa: E402
 from engram import cli, nn  # noqa: E402
 
@@ -35,8 +35,9 @@ def records(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def choice(*ops, dtypes=(torch.float32,), compiler=False) -> works.Choice:
-    return works.Choice(ops, ("tiny",), dtypes, ("64MB",), ("uniform", "zipf"), (works.FORWARD, works.BOTH), compiler)
+def choice(*ops, dtypes=(torch.float32,), compiler=False, device="cpu") -> works.Choice:
+    directions = (works.FORWARD, works.BOTH)
+    return works.Choice(ops, ("tiny",), dtypes, ("64MB",), ("uniform", "zipf"), directions, compiler, device)
 
 
 def test_contenders_take_turns_and_never_share_an_index():
@@ -51,6 +52,52 @@ def test_seconds_and_most_end_the_rounds():
     contender = Contender("a", lambda i: None)
     assert len(interleave([contender], 60, most=20)["a"]) == 20
     assert len(interleave([contender], 1e-9, least=2)["a"]) == 2
+
+
+class FakeGpu:
+    """torch.cuda as far as GpuTime needs it; notes what it is asked for, and whose events are how far apart."""
+
+    def __init__(self):
+        self.log = []
+
+    def Event(self, enable_timing):
+        assert enable_timing
+        return FakeEvent(self.log)
+
+    def _sleep(self, cycles):
+        self.log.append("hold")
+
+
+class FakeEvent:
+    def __init__(self, log):
+        self.log = log
+
+    def record(self):
+        self.log.append("record")
+        self.at = len(self.log)
+
+    def synchronize(self):
+        self.log.append("wait")
+
+    def elapsed_time(self, end):
+        return 1.0 * (end.at - self.at)             # milliseconds
+
+
+def test_gpu_time(monkeypatch):
+    """Flush, hold the GPU, then the call alone between the events, then wait: events without a wait give nonsense."""
+    monkeypatch.setattr(GpuTime, "FLUSH_BYTES", 16)
+    gpu = FakeGpu()
+    timer = GpuTime(gpu)
+    timer.flushed.fill_(7)
+
+    def call(i=None):
+        assert not timer.flushed.any()
+        gpu.log.append("call")
+
+    assert timer(call) == pytest.approx(0.002)
+    assert gpu.log == ["hold", "record", "call", "record", "wait"]
+    times = interleave([Contender("a", call), Contender("b", call)], 0, least=2, timer=timer)
+    assert times == dict(a=[0.002] * 2, b=[0.002] * 2)
 
 
 def test_summary():
@@ -68,6 +115,24 @@ def test_every_peer_agrees_with_ours(op, dtype, monkeypatch):
         return
     prepared = [run.prepare(work) for work in works.works(choice(op, dtypes=(dtype,)))]
     assert prepared and all(len(contenders) >= 2 and contenders[0].name == "ours" for contenders in prepared)
+
+
+@pytest.mark.parametrize("op", works.DEFAULT_SHAPES)
+def test_works_of_another_device_live_there(op):
+    """Of tensors without data, which no op accepts beside those of a CPU."""
+    for work in works.works(choice(op, device="meta")):
+        if op == "table_step" or (op, work.direction) == ("module", works.BOTH):
+            assert next(work.contenders(work)).name == "ours"       # without data, nobody knows how many rows are touched
+            continue
+        names = []
+        for contender in work.contenders(work):
+            if "sparse" in contender.name:
+                continue                # torch has no sparse tensors without data
+            results = contender.call(0)
+            for tensor in torch.utils._pytree.tree_leaves(results):
+                assert tensor.device.type == "meta", f"{work}: {contender.name}"
+            names.append(contender.name)
+        assert names[0] == "ours" and len(names) >= 2 and run.description(work)["device"] == "meta"
 
 
 def test_a_wrong_peer_is_refused(monkeypatch):
@@ -173,6 +238,39 @@ def test_goals_take_the_better_of_a_group():
     assert goals.judge(row(ours=1, eager=20) | dict(threads=1)) == []
 
 
+@pytest.mark.parametrize("changes, wanted", [
+    (dict(op="gate"), {"share of copy bandwidth": 80, "against eager": 6}),
+    (dict(op="short_conv", direction=works.BOTH), {"backward: share of copy bandwidth": 70, "against eager": 8}),
+    (dict(op="gate_conv"), {"share of copy bandwidth": 80, "against eager": 6, "against compile": 2.5}),
+    (dict(op="gate_conv", direction=works.BOTH, branches=1),
+     {"backward: share of copy bandwidth": 70, "against eager": 5, "against compile": 3}),
+    (dict(op="embedding", row_bytes=128), {"share of copy bandwidth": 85}),
+    (dict(op="embedding", row_bytes=64), {"share of copy bandwidth": 70}),
+    (dict(op="embedding", direction=works.BACKWARD), {}),
+    (dict(op="module"), {}),
+])
+def test_goals_of_a_gpu(changes, wanted):
+    """Whatever the number of CPU threads."""
+    on_gpu = row(ours=1, eager=20, compile_a=9) | dict(device="cuda", threads=7, branches=4, row_bytes=256) | changes
+    on_gpu["results"].append(dict(name=goals.BACKWARD_ALONE, group=goals.BACKWARD_ALONE, median_ms=1, gbs=15.0))
+    assert {goal.text: goal.wanted for goal in goals.goals_of(on_gpu)} == pytest.approx(wanted)
+    got = {"share of copy bandwidth": 50, "backward: share of copy bandwidth": 75, "against eager": 20,
+           "against compile": 9}
+    assert {verdict["goal"]: verdict["got"] for verdict in goals.judge(on_gpu)} == {goal: got[goal] for goal in wanted}
+
+
+def test_the_document_of_a_gpu():
+    facts = dict(name="Test GPU", capability="9.0", multiprocessors=4, memory_bytes=2**34, l2_bytes=2**25,
+                 cuda="13.0", driver="580.1", clocks=[], kernels="9.0")
+    one = row(ours=1, eager=20, compile_a=9) | dict(device="cuda", branches=4, row_bytes=256)
+    records = [run.machine() | dict(gpu=facts), dict(kind="limits", device="cuda", threads=2, copy_gbs=4000.0),
+               one | dict(goals=goals.judge(one))]
+    text = report.markdown(records)
+    assert "GPU: Test GPU, compute capability 9.0" in text and "driver 580.1, kernels for 9.0" in text
+    assert "Limits, cuda: copy 4000.0 GB/s" in text and "2 of 3 met, on cuda." in text
+    assert "| forward | A | float32 | cuda |" in text and "float32, cuda" in report.title(one)
+
+
 def test_goals_alone_are_measured(monkeypatch, capsys):
     monkeypatch.setitem(goals.TABLE, ("gate_conv", works.BOTH, "tiny", "float32"), [goals.times_faster("eager", 1e-3)])
     assert tool("--op", "gate_conv", "gate", "--goals", "--threads", 2) == 0
@@ -214,7 +312,25 @@ def test_profile_shows_our_ops(capsys):
     assert "engram::gate_conv_backward" in out and "gate_conv, forward + backward, tiny, float32" in out
 
 
+def test_profile_names_the_stages_of_the_layer(capsys):
+    assert run.main(["--profile", "--op", "module", "--shape", "tiny", "--dtype", "float32",
+                     "--direction", "forward"]) == 0
+    out = capsys.readouterr().out
+    assert "engram.projections" in out and "engram::embedding" in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+@pytest.mark.parametrize("way", [run.main, lambda arguments: cli.main(["bench", *arguments])])
+def test_no_gpu_to_measure(way, capsys):
+    with pytest.raises(SystemExit) as exit:
+        way(["--device", "cuda"])
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and "error: device cuda cannot be used: " in error
+
+
 @pytest.mark.parametrize("arguments, message", [
+    (["--device", "cuda", "--threads", "2"], "--threads has no meaning beside --device cuda"),
+    (["--guard", "--device", "cuda"], "--device has no meaning beside --guard"),
     (["--guard", "--op", "gate"], "--op has no meaning beside --guard"),
     (["--profile", "--json", "file"], "--json has no meaning beside --profile"),
     (["--rows", "file", "--quick"], "--quick has no meaning beside --rows"),

@@ -1,4 +1,5 @@
 """What torch asks of an op: schema, fake kernel, autograd, torch.compile, torch.export. No exceptions list."""
+import engram
 import pytest
 import torch
 from engram import ops
@@ -36,8 +37,8 @@ GROWING = {
 }
 
 
-def at_both_sizes(op: str) -> list[dict]:
-    return [named(op, GROWING[op])[0].at(**size)("cpu", torch.float32) for size in SIZES[op]]
+def at_both_sizes(op: str, device: str) -> list[dict]:
+    return [named(op, GROWING[op])[0].at(**size)(device, torch.float32) for size in SIZES[op]]
 
 
 def tensors(inputs: dict) -> dict:
@@ -60,12 +61,27 @@ def test_opcheck_backward(op, sample, device):
     opcheck(getattr(torch.ops.engram, f"{op}_backward").default, (), backward_inputs(op, sample(device, torch.float32)))
 
 
+@pytest.mark.skipif(engram.build_info()["cuda"] is not None, reason="a build with CUDA kernels")
+@pytest.mark.parametrize("op", CHECKED)
+def test_a_gpu_without_cuda_kernels_gets_a_sentence(op):
+    """What is registered for CUDA tensors, called with CPU tensors past the dispatcher, since there is no GPU."""
+    inputs = named(op, "plain")[0](dtype=torch.float32)
+    for_cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    with pytest.raises(RuntimeError, match="^engram was built without CUDA kernels, so it has no op for CUDA tensors"):
+        getattr(torch.ops.engram, op).default.redispatch(for_cuda, **inputs)
+    if op in DIFFERENTIABLE:
+        backward = getattr(torch.ops.engram, f"{op}_backward").default
+        with pytest.raises(RuntimeError, match="^engram was built without CUDA kernels"):
+            backward.redispatch(for_cuda, **backward_inputs(op, inputs))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", SIZES)
-def test_compile(op):
+def test_compile(op, device):
     """One graph, no recompilation for another batch and length, the same bits, gradients included."""
     function = getattr(ops, op)
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    for inputs, stance in zip(at_both_sizes(op), ("default", "fail_on_recompile")):
+    for inputs, stance in zip(at_both_sizes(op, device), ("default", "fail_on_recompile")):
         wanted = [inputs[name].requires_grad_() for name in DIFFERENTIABLE.get(op, ())]
         with torch.compiler.set_stance(stance):
             actual = results_of(op, compiled, inputs)
@@ -77,7 +93,8 @@ def test_compile(op):
 
 
 @pytest.mark.slow
-def test_compile_with_inductor():
+@pytest.mark.parametrize("device", DEVICES)
+def test_compile_with_inductor(device):
     """All four ops in one graph, as a layer has them."""
     def layer(hidden, token_ids, constants, table, key_proj, gate_weights, conv_weights, document_ids):
         rows = ops.ngram_hash(token_ids, *constants, pad_id=2, document_ids=document_ids)
@@ -90,13 +107,13 @@ def test_compile_with_inductor():
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     for batch, tokens in ((2, 9), (3, 21)):
         hashing = named("ngram_hash", "documents")[0].at(
-            batch=batch, tokens=tokens, heads=heads, order=order, layers=1)("cpu")
+            batch=batch, tokens=tokens, heads=heads, order=order, layers=1)(device)
         moduli = hashing["moduli"]
         mixing = named("gate", "plain")[0].at(
-            shape=(batch, tokens), branches=branches, width=width)("cpu", torch.float32)
-        conv = named("short_conv", "plain")[0].at(branches=branches, width=width)("cpu", torch.float32)
-        table = torch.randn(int(moduli.sum()), width // moduli.numel())
-        key_proj = torch.randn(width, branches * width) / 4
+            shape=(batch, tokens), branches=branches, width=width)(device, torch.float32)
+        conv = named("short_conv", "plain")[0].at(branches=branches, width=width)(device, torch.float32)
+        table = torch.randn(int(moduli.sum()), width // moduli.numel()).to(device)
+        key_proj = (torch.randn(width, branches * width) / 4).to(device)
         learned = [mixing["hidden"], table, key_proj, mixing["hidden_weight"], mixing["key_weight"], conv["weight"],
                    conv["norm_weight"]]
         learned = [x.requires_grad_() for x in learned]
@@ -110,9 +127,10 @@ def test_compile_with_inductor():
             rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", SIZES)
-def test_export(op):
-    small, large = at_both_sizes(op)
+def test_export(op, device):
+    small, large = at_both_sizes(op, device)
     constants = {name: value for name, value in small.items() if not isinstance(value, torch.Tensor)}
 
     class Module(torch.nn.Module):

@@ -6,7 +6,6 @@
 Needs nvcc (CUDA_HOME or PATH), and torch for its header-only scalar types; no GPU and no CUDA build of torch.
 """
 import argparse
-import concurrent.futures
 import importlib.util
 import os
 import re
@@ -14,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,21 +42,23 @@ Needs = tuple[int, int, int]                    # registers, bytes spilled, byte
 
 
 def find_nvcc() -> str:
+    """Path of the compiler, empty if there is none."""
     for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
         if home and (Path(home) / "bin" / "nvcc").exists():
             return str(Path(home) / "bin" / "nvcc")
-    return shutil.which("nvcc") or sys.exit("cuda_resources: no nvcc; set CUDA_HOME")
+    return shutil.which("nvcc") or ""
 
 
-def compile_kernels(nvcc: str, source: Path, arch: str) -> dict[str, Needs]:
-    """Kernel name -> needs, for one file and one architecture."""
+def compile_kernels(nvcc: str, source: Path, threads: int) -> dict[str, dict[str, Needs]]:
+    """Kernel name -> architecture -> needs, for one file: one call, so that its host side is compiled once."""
     torch_folder = importlib.util.find_spec("torch").submodule_search_locations[0]
-    code = f"[sm_{arch},compute_{arch}]" if arch == ARCHITECTURES[-1] else f"sm_{arch}"
+    codes = {arch: f"sm_{arch}" for arch in ARCHITECTURES}
+    codes[ARCHITECTURES[-1]] = f"[sm_{ARCHITECTURES[-1]},compute_{ARCHITECTURES[-1]}]"
     with tempfile.TemporaryDirectory() as folder:
         command = [
             nvcc, "-c", str(source), "-o", f"{folder}/kernel.o", "-O3", "-std=c++20", "-lineinfo", "-DENGRAM_WITH_CUDA",
-            f"-gencode=arch=compute_{arch},code={code}", "-Xptxas=-v",
-            "-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra,-Werror",
+            *(f"-gencode=arch=compute_{arch},code={code}" for arch, code in codes.items()),
+            "-Xptxas=-v", f"--threads={threads}", "-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra,-Werror",
             f"-I{ROOT / 'csrc'}", f"-I{torch_folder}/include",
         ]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -65,20 +67,25 @@ def compile_kernels(nvcc: str, source: Path, arch: str) -> dict[str, Needs]:
     return parse(done.stdout + done.stderr)
 
 
-def parse(log: str) -> dict[str, Needs]:
+def parse(log: str) -> dict[str, dict[str, Needs]]:
+    """Kernel name -> architecture -> needs, out of what `ptxas -v` prints."""
     names = re.findall(r"Compiling entry function '(\w+)'", log)
     plain = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
     short = {name: shorten(text) for name, text in zip(names, plain.splitlines())}
-    kernels, name, spilled = {}, None, 0
+    kernels: dict[str, dict[str, Needs]] = {}
+    name, arch, spilled = None, "", 0
     for line in log.splitlines():
-        if found := re.search(r"Compiling entry function '(\w+)'", line):
-            name, spilled = short[found[1]], 0
+        if found := re.search(r"Compiling entry function '(\w+)' for 'sm_(\w+)'", line):
+            name, arch, spilled = short[found[1]], found[2], 0
         elif found := re.search(r"(\d+) bytes spill stores", line):
             spilled = int(found[1])
         elif name and (found := re.search(r"Used (\d+) registers", line)):
             shared = re.search(r"(\d+) bytes smem", line)
-            kernels[name] = (int(found[1]), spilled, int(shared[1]) if shared else 0)
+            kernels.setdefault(name, {})[arch] = (int(found[1]), spilled, int(shared[1]) if shared else 0)
             name = None
+    for name, by_arch in kernels.items():
+        if sorted(by_arch) != sorted(ARCHITECTURES):
+            sys.exit(f"cuda_resources: {name} was compiled for {sorted(by_arch)} only")
     return kernels
 
 
@@ -136,18 +143,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--update", action="store_true", help="write the document")
     parser.add_argument("--reason", help="why it changed; goes into the document")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at a time")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="architectures at a time")
+    parser.add_argument("--skip-without-nvcc", action="store_true", help="say so and succeed where there is no nvcc")
     options = parser.parse_args()
     nvcc = find_nvcc()
+    if not nvcc and options.skip_without_nvcc:
+        print("cuda_resources: SKIPPED, there is no nvcc here: the CUDA kernels were not compiled")
+        return
+    if not nvcc:
+        sys.exit("cuda_resources: no nvcc; set CUDA_HOME")
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     compiler = "nvcc " + re.search(r"release [\d.]+, V([\d.]+)", version)[1]
-    tasks = [(source, arch) for source in sorted((ROOT / "csrc/kernels/cuda").glob("*.cu")) for arch in ARCHITECTURES]
     kernels: dict[str, dict[str, Needs]] = {}
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        for (source, arch), found in zip(tasks, pool.map(lambda task: compile_kernels(nvcc, *task), tasks)):
-            print(f"{source.name} sm_{arch}: {len(found)} kernels", flush=True)
-            for name, needs in found.items():
-                kernels.setdefault(name, {})[arch] = needs
+    for source in sorted((ROOT / "csrc/kernels/cuda").glob("*.cu")):
+        begin, found = time.perf_counter(), compile_kernels(nvcc, source, options.jobs)
+        seconds = time.perf_counter() - begin
+        print(f"{source.name}: {len(found)} kernels for sm_{', sm_'.join(ARCHITECTURES)}, {seconds:.0f} s", flush=True)
+        kernels |= found
 
     old = DOCUMENT.read_text() if DOCUMENT.exists() else ""
     if options.update:

@@ -5,6 +5,7 @@
 // CPU tensors, as torch.ops.engram_emulated.
 #pragma once
 #include "checks.h"
+#include "profile.h"
 
 #include <atomic>
 #include <cstdlib>
@@ -101,13 +102,17 @@ inline void no_cuda_kernels(StableIValue*, uint64_t, uint64_t) {
 // At the bottom of an op file, at global scope: ENGRAM_REGISTER(op) registers engram::op<Device>.
 #if defined(ENGRAM_EMULATED)
 #define ENGRAM_LIBRARY engram_emulated
-#define ENGRAM_REGISTER(op) \
-  STABLE_TORCH_LIBRARY_IMPL(engram_emulated, CPU, m) { m.impl(#op, TORCH_BOX(&engram::op<engram::Cuda>)); }
+#define ENGRAM_REGISTER(op)                                                   \
+  STABLE_TORCH_LIBRARY_IMPL(engram_emulated, CPU, m) {                        \
+    m.impl(#op, TORCH_BOX((engram::traced<#op, &engram::op<engram::Cuda>>))); \
+  }
 #elif defined(ENGRAM_WITH_CUDA)
 #define ENGRAM_LIBRARY engram
 #define ENGRAM_REGISTER(op)                                                                       \
   STABLE_TORCH_LIBRARY_IMPL(engram, CPU, m) { m.impl(#op, TORCH_BOX(&engram::op<engram::Cpu>)); } \
-  STABLE_TORCH_LIBRARY_IMPL(engram, CUDA, m) { m.impl(#op, TORCH_BOX(&engram::op<engram::Cuda>)); }
+  STABLE_TORCH_LIBRARY_IMPL(engram, CUDA, m) {                                                    \
+    m.impl(#op, TORCH_BOX((engram::traced<#op, &engram::op<engram::Cuda>>)));                     \
+  }
 #else
 #define ENGRAM_LIBRARY engram
 #define ENGRAM_REGISTER(op)                                                                       \

@@ -2,8 +2,10 @@
 
     ENGRAM_EMULATED_LIBRARY=.../libengram_emulated.so PYTHONPATH=tests/cpp pytest -p emulated tests/test_forward.py
 
-Outputs start as NaN, so that what a kernel forgets to write shows.
+Outputs start as NaN, so that what a kernel forgets to write shows. With NVTX_INJECTION64_PATH=.../libnvtx_recorder.so
+the session also fails unless every call of an op made its one NVTX range.
 """
+import ctypes
 import functools
 import os
 from collections import Counter
@@ -34,11 +36,24 @@ for qualified in torch._C._dispatch_get_registrations_for_dispatch_key("CPU"):
         library.impl(name, counted(name), "CPU", allow_override=True)
 
 
+def wrong_ranges() -> list[str]:
+    """What the recorder of NVTX ranges has seen otherwise than it should, if there is one."""
+    path = os.environ.get("NVTX_INJECTION64_PATH")
+    if path is None:
+        return []
+    count = ctypes.CDLL(path).nvtx_recorder_count
+    seen = {name: count(name.encode()) for name in [*calls, "open"]}
+    return [f"{name}: {seen[name]} ranges, not {wanted}" for name, wanted in {**calls, "open": 0}.items()
+            if seen[name] != wanted]
+
+
 def pytest_sessionfinish(session, exitstatus):
-    if session.testscollected and not session.config.option.collectonly and not calls:
+    if session.testscollected and not session.config.option.collectonly and (not calls or wrong_ranges()):
         session.exitstatus = 1
 
 
 def pytest_terminal_summary(terminalreporter):
     ran = ", ".join(f"{name} {count}" for name, count in sorted(calls.items()))
     terminalreporter.write_line(f"emulated CUDA ops: {ran or 'NONE RAN'}")
+    for line in wrong_ranges():
+        terminalreporter.write_line(f"NVTX: {line}")
