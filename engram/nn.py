@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from engram import _C, ops, tables
 from engram.boundaries import check_tokenwise, describe, document_runs, visible_tokens
 from engram.config import EngramConfig
+from engram.ops._state import Marks, Ring
 from engram.profiling import stage
+from engram.state import EngramState
 from engram.storage import empty_table, fill_normal_, huge_page_share
 from engram.vocab import TokenMap
 
@@ -342,7 +344,7 @@ class ShortConv(nn.Module):
         residual: bool = True,
         document_ids: Tensor | None = None,
         mask: Tensor | None = None,
-        state: Any = None,
+        state: Ring | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
         """Mix each token with the ones `dilation`, ..., `(K - 1) * dilation` before it.
@@ -352,14 +354,13 @@ class ShortConv(nn.Module):
             residual: add `x`.
             document_ids: integer [B, T], taps never reach across a change (where `config.conv_reset` is True).
             mask: bool [B, T], False = contributes nothing and gives zero (with `residual`: `x` as it is).
-            state: not implemented yet.
+            state: `Ring` of x, see `ops.short_conv`.
             lengths: integer [B], tokens past it count as masked.
 
         Returns:
             [B, T, G, D] in the dtype of `x`.
 
         Raises:
-            NotImplementedError: `state` is given.
             ValueError: a wrong shape, dtype or device.
         """
         config = self.config
@@ -427,7 +428,7 @@ class Engram(nn.Module):
         *,
         document_ids: Tensor | None = None,
         mask: Tensor | None = None,
-        state: Any = None,
+        state: EngramState | None = None,
         lengths: Tensor | None = None,
         rows: Tensor | None = None,
         residual: bool = False,
@@ -440,8 +441,10 @@ class Engram(nn.Module):
                 documents end (boundary "eos").
             document_ids: integer [B, T]; neither n-grams nor (with `conv_reset`) the convolution cross a change.
             mask: bool [B, T], False = not a token: no other position sees it, its output is zero.
-            state: not implemented yet.
-            lengths: integer [B], positions past it count as masked and their ids are never read.
+            state: of `init_state`: these tokens go on where it stands, and are appended to it. With `rows` the caller
+                owns the n-gram history, and the state only advances the convolution.
+            lengths: integer [B], positions past it count as masked, their ids are never read, and they are not appended
+                to the state.
             rows: int64 [L, B, T, C] of a NgramHash over all layers of the configuration, shared between modules.
             residual: return `hidden` plus the result; `hidden` bit for bit at masked positions.
 
@@ -450,13 +453,10 @@ class Engram(nn.Module):
 
         Raises:
             IndexError: with a token map, an id outside [0, V) that is not masked (CPU).
-            NotImplementedError: `state` is given.
             RuntimeError: the token map is still missing.
-            TypeError: an argument that is no tensor.
-            ValueError: a wrong shape, dtype or device, or neither `token_ids` nor `rows`.
+            TypeError: an argument that is no tensor, or a state that is no EngramState.
+            ValueError: a wrong shape, dtype or device, neither `token_ids` nor `rows`, or a state of other sizes.
         """
-        if state is not None:
-            raise NotImplementedError("Engram: state is not implemented yet; call the layer on whole sequences")
         config = self.config
         self._check_tensors(
             hidden=hidden, token_ids=token_ids, document_ids=document_ids, mask=mask, lengths=lengths, rows=rows
@@ -469,17 +469,25 @@ class Engram(nn.Module):
             # Masked ids are hashed here, those past the end still must not be read.
             within = visible_tokens("Engram", shape, None, lengths)
             token_ids = torch.where(within, token_ids, config.pad_id)
-        if config.boundary == "eos" and self.conv is not None and config.conv_reset:
-            if token_ids is None:
-                raise ValueError("Engram: token_ids is needed beside rows, boundary 'eos' with conv_reset reads them")
-            blocking = visible if config.mask_blocks_hash else None
+        blocking = visible if config.mask_blocks_hash else None
+        reads_ends = config.boundary == "eos" and self.conv is not None and config.conv_reset
+        if reads_ends and token_ids is None:
+            raise ValueError("Engram: token_ids is needed beside rows, boundary 'eos' with conv_reset reads them")
+        if rows is None and token_ids is None:
+            raise ValueError("Engram: token_ids or rows must be given")
+        marks = history = None
+        if state is not None:
+            self._check_state(state, batch)
+            if rows is None or reads_ends:
+                marks, history = self._recall(state.history, token_ids, document_ids, blocking)
+                if document_ids is not None or config.boundary == "eos":
+                    document_ids = marks.runs
+        elif reads_ends:
             document_ids = document_runs(token_ids, config.eos_id, document_ids, blocking)
 
         if rows is None:
-            if token_ids is None:
-                raise ValueError("Engram: token_ids or rows must be given")
             with stage("hash"):
-                rows = self.hash(token_ids, document_ids=document_ids, mask=visible)[0]
+                rows = self.hash(token_ids, document_ids=document_ids, mask=visible, history=history)[0]
         else:
             expected = [len(config.layer_ids), batch, tokens, config.hash_columns]
             if list(rows.shape) != expected:
@@ -500,9 +508,40 @@ class Engram(nn.Module):
                     self.conv.weight, self.conv.norm_weight,
                     eps=norm_eps(config, streams), conv_eps=config.conv_norm_eps, dilation=config.conv_dilation,
                     zero_rule=config.zero_rule, document_ids=document_ids if config.conv_reset else None, mask=visible,
-                    residual=residual,
+                    residual=residual, state=None if state is None else state.conv, lengths=lengths,
                 )
+        if marks is not None:
+            state.history.append(marks, blocking, lengths, ids=token_ids.long())
         return out.view(hidden.shape)
+
+    def _recall(
+        self, ring: Ring, token_ids: Tensor, document_ids: Tensor | None, blocking: Tensor | None
+    ) -> tuple[Marks, Tensor | None]:
+        """Which document runs the tokens belong to, counted on from those before; and `history` int64 [B, N - 1] for the
+        hash: the ids before the first token, -1 where another document, a masked token or nothing was."""
+        starts, size = None, self.config.max_ngram_size - 1
+        if self.config.boundary == "eos":
+            ends = token_ids == self.config.eos_id
+            if blocking is not None:
+                ends = ends & blocking
+            past, _, there = ring.before(token_ids[:, :0].long(), None)
+            last = (past["ids"][:, -1:] == self.config.eos_id) & there[:, -1:]
+            starts = torch.cat([last, ends[:, :-1]], 1)[:, : token_ids.shape[1]]
+        marks = ring.marks(document_ids, token_ids, starts)
+        if token_ids.shape[1] == 0:
+            return marks, None
+        past, runs, there = ring.before(marks.runs, None)
+        same = there[:, :size] & (runs[:, :size] == marks.runs[:, :1])
+        return marks, torch.where(same, past["ids"], -1)
+
+    def _check_state(self, state: EngramState, batch: int) -> None:
+        if not isinstance(state, EngramState):
+            raise TypeError(f"Engram: state must be an EngramState, got {type(state).__name__}")
+        if (state.conv is None) != (self.conv is None) or state.history.reach != self.config.max_ngram_size - 1:
+            raise ValueError("Engram: state must come from this layer's init_state, got that of another configuration")
+        if state.batch_size != batch or state.device != self.key_proj.weight.device:
+            raise ValueError(f"Engram: state must be of batch size {batch} on {self.key_proj.weight.device}, got "
+                             f"{state.batch_size} on {state.device}")
 
     def _streams(self, hidden: Tensor) -> Tensor:
         branches, size = self.config.branches, self.config.hidden_size
@@ -529,13 +568,35 @@ class Engram(nn.Module):
         max_rollback: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> Any:
-        """State for decoding and chunked prefill. Not implemented yet.
+    ) -> EngramState:
+        """A fresh state for decoding and chunked prefill of `batch_size` sequences.
+
+        Args:
+            batch_size: B.
+            max_rollback: how many tokens can be taken back at a time (`EngramState.rollback`), for speculation.
+            device: of the state; None: the parameters'.
+            dtype: of key and value (under autocast, that of autocast); None: the parameters'.
 
         Raises:
-            NotImplementedError: always.
+            ValueError: a size below 0.
         """
-        raise NotImplementedError("Engram: init_state is not implemented yet; call the layer on whole sequences")
+        config, weight = self.config, self.value_proj.weight
+        for name, size in (("batch_size", batch_size), ("max_rollback", max_rollback)):
+            if size < 0:
+                raise ValueError(f"init_state: {name} must be at least 0, got {size}")
+        device = weight.device if device is None else torch.device(device)
+        dtype = dtype or weight.dtype
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        reach = 0 if self.conv is None else (config.kernel_size - 1) * config.conv_dilation
+        ids = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
+        history = Ring({"ids": ids}, config.max_ngram_size - 1, max_rollback)
+        if self.conv is None:
+            return EngramState(history, None)
+        payload = {
+            "value": torch.zeros(batch_size, 0, config.hidden_size, dtype=dtype, device=device),
+            "stats": torch.zeros(batch_size, 0, 3 * config.branches + 1, dtype=wide, device=device),
+        }
+        return EngramState(history, Ring(payload, reach, max_rollback))
 
     def load_reference_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Copy the weights of the official demo's layer into this one.

@@ -358,7 +358,7 @@ def short_conv(
     """
     op = "short_conv"
     if state is not None:
-        raise NotImplementedError(f"{op}: state is not implemented")
+        raise NotImplementedError(f"{op}: the reference has no state: it is one call over everything")
     _check(x.dim() == 4, op, "x must be [B, T, G, D]", x)
     batch, tokens, branches, width = x.shape
     _check(weight.dim() == 3 and weight.shape[:2] == (branches, width) and weight.shape[2] >= 1, op,
@@ -428,7 +428,7 @@ def gate_conv(
     """
     op = "gate_conv"
     if state is not None:
-        raise NotImplementedError(f"{op}: state is not implemented")
+        raise NotImplementedError(f"{op}: the reference has no state: it is one call over everything")
     _check(hidden.dim() == 4, op, "hidden must be [B, T, G, D]", hidden)
     _check_gate_dtypes(op, hidden, key, value)
     mask = _within_lengths(op, hidden.shape[:2], lengths, mask)

@@ -27,6 +27,36 @@ template <typename H, typename K> void launch(const Cuda& device, const GateConv
 
 constexpr std::array<const char*, 3> kNames{"hidden", "conv_weight", "conv_norm_weight"};
 
+// What a state keeps of the positions before the first token: value [B, P, D] and stats [B, P, 3 G + 1], or neither.
+struct Past {
+  OptionalTensor value, stats;
+  int64_t size = 0;
+
+  Past(const char* op, OptionalTensor value_, OptionalTensor stats_, const Tensor& hidden, const Tensor& key) {
+    if (value_.has_value() != stats_.has_value())
+      fail(op, "past_value", "given together with past_stats", value_ ? "past_value alone" : "past_stats alone");
+    if (!value_) return;
+    require(hidden.dim() == 4, op, "hidden", "[B, T, G, D]", hidden);
+    require_device(op, "past_value", *value_, hidden);
+    require(value_->scalar_type() == key.scalar_type(), op, "past_value", "of the dtype of value", *value_);
+    require(value_->dim() == 3 && value_->size(0) == hidden.size(0) && value_->size(2) == hidden.size(3), op,
+            "past_value", "[B, P, D]", *value_);
+    size = value_->size(1);
+    require_device(op, "past_stats", *stats_, hidden);
+    require(stats_->scalar_type() == accumulate_dtype(hidden), op, "past_stats", "of the accumulation dtype", *stats_);
+    require_sizes(op, "past_stats", *stats_, {hidden.size(0), size, hidden.size(2) * kGateStats + 1},
+                  "[B, P, 3 * G + 1]");
+    value = as_contiguous(*value_);
+    stats = as_contiguous(*stats_);
+  }
+  // Of a mask [B, P + T] the part of the tokens, which is the gate's.
+  OptionalTensor own(const OptionalTensor& mask) const {
+    if (!mask || size == 0 || mask->dim() != 2) return mask;
+    Tensor all = *mask;
+    return torch::stable::narrow(all, 1, size, all.size(1) - size);
+  }
+};
+
 Sizes stats_sizes(const Tensor& hidden) { return {hidden.size(0), hidden.size(1), hidden.size(2) * kGateStats + 1}; }
 
 }  // namespace
@@ -36,22 +66,25 @@ std::tuple<Tensor, Tensor> gate_conv(Tensor hidden, Tensor key, Tensor value, Op
                                      OptionalTensor key_weight, Tensor conv_weight, OptionalTensor conv_norm_weight,
                                      double eps, double conv_eps, int64_t dilation, double clamp, std::string zero_rule,
                                      std::optional<std::string> activation, OptionalTensor document_ids,
-                                     OptionalTensor mask, bool residual) {
+                                     OptionalTensor mask, bool residual, OptionalTensor past_value,
+                                     OptionalTensor past_stats) {
   constexpr const char* op = "gate_conv";
   check_gate_numbers(op, eps, clamp);
   if (!(conv_eps >= 0)) fail(op, "conv_eps", "at least 0", std::to_string(conv_eps));
   const Device device(hidden);
+  const Past past(op, past_value, past_stats, hidden, key);
   const ShortConv c(op, device, kNames, hidden, conv_weight, conv_norm_weight, dilation, activation, true, document_ids,
-                    mask);
-  const Gate g(op, device, hidden, key, value, hidden_weight, key_weight, zero_rule, mask);
+                    mask, past.size);
+  const Gate g(op, device, hidden, key, value, hidden_weight, key_weight, zero_rule, past.own(mask));
   Tensor out = empty(g.hidden, sizes_of(g.hidden)),
          stats = empty(g.hidden, stats_sizes(g.hidden), accumulate_dtype(g.hidden));
   dispatch_gate(g, [&]<typename H, typename K>() {
     using A = accumulate_t<H>;
-    launch(device, GateConvForward<H, K>{g.hidden.const_data_ptr<H>(), g.key.const_data_ptr<K>(),
-                                         g.value.const_data_ptr<K>(), read<A>(g.weight), c.taps.const_data_ptr<A>(),
-                                         out.mutable_data_ptr<H>(), stats.mutable_data_ptr<A>(),
-                                         static_cast<A>(conv_eps), g.options<A>(eps, clamp, residual), c.shape});
+    launch(device,
+           GateConvForward<H, K>{g.hidden.const_data_ptr<H>(), g.key.const_data_ptr<K>(), g.value.const_data_ptr<K>(),
+                                 read<A>(g.weight), c.taps.const_data_ptr<A>(), out.mutable_data_ptr<H>(),
+                                 stats.mutable_data_ptr<A>(), read<K>(past.value), read<A>(past.stats),
+                                 static_cast<A>(conv_eps), g.options<A>(eps, clamp, residual), c.shape});
   });
   return {out, stats};
 }
@@ -61,13 +94,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_conv_bac
     Tensor grad_out, Tensor hidden, Tensor key, Tensor value, OptionalTensor hidden_weight, OptionalTensor key_weight,
     Tensor conv_weight, OptionalTensor conv_norm_weight, Tensor stats, double conv_eps, int64_t dilation, double clamp,
     std::string zero_rule, std::optional<std::string> activation, OptionalTensor document_ids, OptionalTensor mask,
-    bool residual) {
+    bool residual, OptionalTensor past_value, OptionalTensor past_stats) {
   constexpr const char* op = "gate_conv_backward";
   check_gate_numbers(op, 0, clamp);
   const Device device(hidden);
+  const Past past(op, past_value, past_stats, hidden, key);
   const ShortConv c(op, device, kNames, hidden, conv_weight, conv_norm_weight, dilation, activation, true, document_ids,
-                    mask);
-  const Gate g(op, device, hidden, key, value, hidden_weight, key_weight, zero_rule, mask);
+                    mask, past.size);
+  const Gate g(op, device, hidden, key, value, hidden_weight, key_weight, zero_rule, past.own(mask));
   require_device(op, "grad_out", grad_out, hidden);
   require(grad_out.scalar_type() == hidden.scalar_type(), op, "grad_out", "of the dtype of hidden", grad_out);
   require_sizes(op, "grad_out", grad_out, sizes_of(hidden), "the shape of hidden [B, T, G, D]");
@@ -86,13 +120,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_conv_bac
     OptionalTensor scratch;
     if constexpr (!std::is_same_v<Device, Cpu>)
       scratch = empty(g.hidden, {gate_conv_scratch(c.shape)}, accumulate_dtype(g.hidden));
-    launch(device, GateConvBackward<H, K>{grad_out.const_data_ptr<H>(), g.hidden.const_data_ptr<H>(),
-                                          g.key.const_data_ptr<K>(), g.value.const_data_ptr<K>(), read<A>(g.weight),
-                                          c.taps.const_data_ptr<A>(), stats.const_data_ptr<A>(),
-                                          grad_hidden.mutable_data_ptr<H>(), grad_key.mutable_data_ptr<K>(),
-                                          grad_value.mutable_data_ptr<K>(), write<A>(gate_grads.partials),
-                                          conv_grads.partials.mutable_data_ptr<A>(), write<A>(scratch), parts,
-                                          static_cast<A>(conv_eps), g.options<A>(0, clamp, residual), c.shape});
+    launch(device,
+           GateConvBackward<H, K>{grad_out.const_data_ptr<H>(), g.hidden.const_data_ptr<H>(), g.key.const_data_ptr<K>(),
+                                  g.value.const_data_ptr<K>(), read<A>(g.weight), c.taps.const_data_ptr<A>(),
+                                  stats.const_data_ptr<A>(), read<K>(past.value), read<A>(past.stats),
+                                  grad_hidden.mutable_data_ptr<H>(), grad_key.mutable_data_ptr<K>(),
+                                  grad_value.mutable_data_ptr<K>(), write<A>(gate_grads.partials),
+                                  conv_grads.partials.mutable_data_ptr<A>(), write<A>(scratch), parts,
+                                  static_cast<A>(conv_eps), g.options<A>(0, clamp, residual), c.shape});
     gate_grads.fold<A>(device, g);
     conv_grads.unfold<A>(device, c);
   });

@@ -45,14 +45,14 @@ STABLE_TORCH_LIBRARY(ENGRAM_LIBRARY, m) {
       "gate_conv(Tensor hidden, Tensor key, Tensor value, Tensor? hidden_weight, Tensor? key_weight, Tensor "
       "conv_weight, "
       "Tensor? conv_norm_weight, float eps, float conv_eps, int dilation, float clamp=1e-6, str zero_rule=\"sign\", "
-      "str? activation=\"silu\", Tensor? document_ids=None, Tensor? mask=None, bool residual=False) -> "
-      "(Tensor out, Tensor stats)");
+      "str? activation=\"silu\", Tensor? document_ids=None, Tensor? mask=None, bool residual=False, "
+      "Tensor? past_value=None, Tensor? past_stats=None) -> (Tensor out, Tensor stats)");
   m.def(
       "gate_conv_backward(Tensor grad_out, Tensor hidden, Tensor key, Tensor value, Tensor? hidden_weight, Tensor? "
       "key_weight, "
       "Tensor conv_weight, Tensor? conv_norm_weight, Tensor stats, float conv_eps, int dilation, float clamp=1e-6, "
       "str zero_rule=\"sign\", str? activation=\"silu\", Tensor? document_ids=None, Tensor? mask=None, bool "
-      "residual=False) -> "
+      "residual=False, Tensor? past_value=None, Tensor? past_stats=None) -> "
       "(Tensor grad_hidden, Tensor grad_key, Tensor grad_value, Tensor grad_hidden_weight, Tensor grad_key_weight, "
       "Tensor grad_conv_weight, Tensor grad_conv_norm_weight)");
 }

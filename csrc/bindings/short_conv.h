@@ -38,7 +38,7 @@ struct ShortConv {
   template <typename Device>
   ShortConv(const char* op, const Device& device, const std::array<const char*, 3>& names, const Tensor& x,
             Tensor weight_, OptionalTensor norm_weight_, int64_t dilation, const std::optional<std::string>& activation,
-            bool residual, OptionalTensor document_ids_, OptionalTensor mask_)
+            bool residual, OptionalTensor document_ids_, OptionalTensor mask_, int64_t past = 0)
       : weight(weight_), taps(x) {
     require_float(op, names[0], x);
     require(x.dim() == 4, op, names[0], "[B, T, G, D]", x);
@@ -49,20 +49,21 @@ struct ShortConv {
     norm_weight = checked_weight(op, names[2], norm_weight_, {G, D}, "[G, D]", x);
     if (dilation < 1) fail(op, "dilation", "at least 1", std::to_string(dilation));
     if (activation && *activation != "silu") fail(op, "activation", "'silu' or None", "'" + *activation + "'");
-    document_ids = checked_ids(op, "document_ids", document_ids_, {B, T}, "[B, T]", x);
-    mask = checked_mask(op, mask_, {B, T}, "[B, T]", x);
+    document_ids = checked_ids(op, "document_ids", document_ids_, {B, past + T}, past ? "[B, P + T]" : "[B, T]", x);
+    mask = checked_mask(op, mask_, {B, past + T}, past ? "[B, P + T]" : "[B, T]", x);
     // A dilation past the sequence reaches nothing; capped, positions cannot overflow.
     shape = {B,
              T,
              G,
              D,
              K,
-             std::min(dilation, T + 1),
+             std::min(dilation, past + T + 1),
              norm_weight.has_value(),
              activation.has_value(),
              residual,
              read<int64_t>(document_ids),
-             read<bool>(mask)};
+             read<bool>(mask),
+             past};
     taps = empty(weight, {K, G, D});
     with_accumulate(x, [&]<typename A>() {
       fold(device, ShortConvWeights<A>{weight.const_data_ptr<A>(), read<A>(norm_weight), taps.mutable_data_ptr<A>(),

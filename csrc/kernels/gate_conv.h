@@ -11,6 +11,9 @@
 //   grad_value = sum_g (alpha * grad_out + beta * q) - v / D * sum_g beta^3 Q      (last term only with a norm)
 //   grad_alpha = P + conv_eps * rx^3 * Q        (P + Q without a norm), from where on it is the gate's backward
 //
+// With a state, P positions come before the first token: of them only value and stats are known, which is all that taps
+// read. They get no gradient.
+//
 // Saved between the two: stats [B, T, 3 G + 1] = (s, rstd_h, rstd_k) of every branch, then m.
 #pragma once
 #include "gate.h"
@@ -20,13 +23,15 @@ namespace engram {
 
 template <typename H, typename K> struct GateConvForward {
   using A = accumulate_t<H>;
-  const H* hidden;  // [B, T, G, D]
-  const K* key;     // [B, T, G, D]
-  const K* value;   // [B, T, D]
-  const A* weight;  // [G, D], hidden_weight * key_weight; null = ones
-  const A* taps;    // [K, G, D]
-  H* out;           // [B, T, G, D], every element written
-  A* stats;         // [B, T, 3 G + 1], every element written (zeros at masked tokens)
+  const H* hidden;      // [B, T, G, D]
+  const K* key;         // [B, T, G, D]
+  const K* value;       // [B, T, D]
+  const A* weight;      // [G, D], hidden_weight * key_weight; null = ones
+  const A* taps;        // [K, G, D]
+  H* out;               // [B, T, G, D], every element written
+  A* stats;             // [B, T, 3 G + 1], every element written (zeros at masked tokens)
+  const K* past_value;  // [B, P, D]; null where P = 0
+  const A* past_stats;  // [B, P, 3 G + 1]
   A conv_eps;
   GateOptions<A> options;  // residual: add hidden
   ShortConvShape shape;    // norm, silu: of the convolution
@@ -41,6 +46,8 @@ template <typename H, typename K> struct GateConvBackward {
   const A* weight;
   const A* taps;
   const A* stats;
+  const K* past_value;  // as in the forward
+  const A* past_stats;
   H* grad_hidden;    // [B, T, G, D], every element written
   K* grad_key;       // [B, T, G, D], every element written
   K* grad_value;     // [B, T, D], every element written

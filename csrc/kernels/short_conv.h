@@ -22,8 +22,9 @@ struct ShortConvShape {
   int64_t batch, tokens, branches, dim;  // B, T, G, D
   int64_t taps, dilation;                // K, distance between two taps
   bool norm, silu, residual;
-  const int64_t* document_ids;  // [B, T], null = one document a row
-  const bool* mask;             // [B, T], null = none
+  const int64_t* document_ids;  // [B, P + T], null = one document a row
+  const bool* mask;             // [B, P + T], null = none
+  int64_t past = 0;  // P: positions before the first token, there to be read by taps (gate_conv with a state)
 };
 
 template <typename T> struct ShortConvForward {

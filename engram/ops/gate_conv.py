@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engram.ops._fake import accumulate_dtype, same_device
+from engram.ops._state import Ring
 from engram.ops.short_conv import mask_of_lengths
 
 
@@ -26,7 +27,7 @@ def gate_conv(
     document_ids: Tensor | None = None,
     mask: Tensor | None = None,
     residual: bool = False,
-    state=None,
+    state: Ring | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
     """``short_conv(gate(...))`` without the gated value in between: it is a scalar per token and branch times
@@ -47,21 +48,26 @@ def gate_conv(
         mask: bool ``[B, T]``; False: the position contributes to no other, its output is zero (``hidden`` bit for bit
             with ``residual``), and no gradient passes.
         residual: add ``hidden`` at the end.
-        state: not available yet.
-        lengths: integer ``[B]``: positions from ``lengths[b]`` on count as masked.
+        state: ``EngramState.conv`` of a layer: what earlier calls have appended comes before the first token, and these
+            tokens are appended to it, in place; the result is that slice of one call over everything. It keeps value
+            and the gate's scalars, and no gradient flows through it.
+        lengths: integer ``[B]``: positions from ``lengths[b]`` on count as masked and, with a state, are not appended.
 
     Returns:
         ``[B, T, G, D]`` in hidden's dtype, rounded once.
 
     Raises:
-        ValueError: a wrong dtype, shape, device or value.
-        NotImplementedError: ``state`` is not None.
+        ValueError: a wrong dtype, shape, device or value, or a state of other sizes.
     """
-    if state is not None:
-        raise NotImplementedError("gate_conv: state is not available yet, pass the whole sequence (state=None)")
     if lengths is not None:
         mask = mask_of_lengths("gate_conv", hidden.shape[0], hidden.shape[1], lengths, mask, hidden.device)
-    return torch.ops.engram.gate_conv(
+    past_value = past_stats = None
+    if state is not None:
+        state.check("gate_conv", hidden, {"value": value[:, :0], "stats": None})
+        marks, visible = state.marks(document_ids, hidden), mask
+        past, document_ids, mask = state.before(marks.runs, mask)
+        past_value, past_stats = past["value"], past["stats"]
+    out, stats = torch.ops.engram.gate_conv(
         hidden,
         key,
         value,
@@ -78,17 +84,23 @@ def gate_conv(
         document_ids=document_ids,
         mask=mask,
         residual=residual,
-    )[0]
+        past_value=past_value,
+        past_stats=past_stats,
+    )
+    if state is not None:
+        state.append(marks, visible, lengths, value=value, stats=stats)
+    return out
 
 
 @torch.library.register_fake("engram::gate_conv")
 def _(
     hidden, key, value, hidden_weight, key_weight, conv_weight, conv_norm_weight, eps, conv_eps, dilation, clamp=1e-6,
-    zero_rule="sign", activation="silu", document_ids=None, mask=None, residual=False,
+    zero_rule="sign", activation="silu", document_ids=None, mask=None, residual=False, past_value=None, past_stats=None,
 ):  # fmt: skip
     same_device(
         "gate_conv", hidden=hidden, key=key, value=value, hidden_weight=hidden_weight, key_weight=key_weight,
         conv_weight=conv_weight, conv_norm_weight=conv_norm_weight, document_ids=document_ids, mask=mask,
+        past_value=past_value, past_stats=past_stats,
     )  # fmt: skip
     batch, tokens, branches, _ = hidden.shape
     stats = hidden.new_empty((batch, tokens, 3 * branches + 1), dtype=accumulate_dtype(hidden))
@@ -98,7 +110,8 @@ def _(
 @torch.library.register_fake("engram::gate_conv_backward")
 def _(
     grad_out, hidden, key, value, hidden_weight, key_weight, conv_weight, conv_norm_weight, stats, conv_eps, dilation,
-    clamp=1e-6, zero_rule="sign", activation="silu", document_ids=None, mask=None, residual=False,
+    clamp=1e-6, zero_rule="sign", activation="silu", document_ids=None, mask=None, residual=False, past_value=None,
+    past_stats=None,
 ):  # fmt: skip
     same_device("gate_conv_backward", grad_out=grad_out, hidden=hidden, key=key, value=value, stats=stats)
     weights = (hidden_weight, key_weight, conv_weight, conv_norm_weight)
@@ -108,10 +121,10 @@ def _(
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, _eps, conv_eps, dilation, clamp, zero_rule, activation, document_ids, mask, residual = inputs
+    *tensors, _eps, conv_eps, dilation, clamp, zero_rule, activation, document_ids, mask, residual, past_value, past_stats = inputs
     _, stats = output
     ctx.mark_non_differentiable(stats)
-    ctx.save_for_backward(*tensors, stats, document_ids, mask)
+    ctx.save_for_backward(*tensors, stats, document_ids, mask, past_value, past_stats)
     ctx.options = {
         "conv_eps": conv_eps,
         "dilation": dilation,
@@ -124,12 +137,13 @@ def _setup_context(ctx, inputs, output):
 
 @once_differentiable
 def _backward(ctx, grad_out, _):
-    *tensors, stats, document_ids, mask = ctx.saved_tensors
+    *tensors, stats, document_ids, mask, past_value, past_stats = ctx.saved_tensors
     grads = torch.ops.engram.gate_conv_backward(
-        grad_out, *tensors, stats, document_ids=document_ids, mask=mask, **ctx.options
+        grad_out, *tensors, stats, document_ids=document_ids, mask=mask, past_value=past_value, past_stats=past_stats,
+        **ctx.options
     )
     grads = (None if tensor is None else grad for tensor, grad in zip(tensors, grads))
-    return *grads, *(None,) * 9
+    return *grads, *(None,) * 11
 
 
 torch.library.register_autograd("engram::gate_conv", _backward, setup_context=_setup_context)

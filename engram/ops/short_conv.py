@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engram.ops._fake import accumulate_dtype, same_device
+from engram.ops._state import Ring
 
 
 def short_conv(
@@ -18,7 +19,7 @@ def short_conv(
     residual: bool = True,
     document_ids: Tensor | None = None,
     mask: Tensor | None = None,
-    state=None,
+    state: Ring | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
     """Dilated causal depthwise convolution of the RMS-normalised input (arXiv:2601.07372, equation 5; the released
@@ -38,22 +39,26 @@ def short_conv(
         document_ids: integer ``[B, T]``: no tap reaches across a change of id.
         mask: bool ``[B, T]``; False: the position contributes to no other, its own output is zero (``x`` bit for bit
             with ``residual``).
-        state: not available yet.
-        lengths: integer ``[B]``: positions from ``lengths[b]`` on count as masked.
+        state: `Ring` of x: what earlier calls have appended comes before the first token, and these tokens are appended
+            to it, in place; the result is that slice of one call over everything. No gradient flows through it.
+        lengths: integer ``[B]``: positions from ``lengths[b]`` on count as masked and, with a state, are not appended.
 
     Returns:
         ``[B, T, G, D]`` in x's dtype.
 
     Raises:
-        ValueError: a wrong dtype, shape, device or value.
-        NotImplementedError: ``state`` is not None.
+        ValueError: a wrong dtype, shape, device or value, or a state of other sizes.
     """
-    if state is not None:
-        raise NotImplementedError("short_conv: state is not available yet, pass the whole sequence (state=None)")
     if lengths is not None:
         mask = mask_of_lengths("short_conv", x.shape[0], x.shape[1], lengths, mask, x.device)
-    return torch.ops.engram.short_conv(
-        x,
+    everything, before = x, 0
+    if state is not None:
+        state.check("short_conv", x, {"x": x[:, :0]})
+        marks, visible = state.marks(document_ids, x), mask
+        past, document_ids, mask = state.before(marks.runs, mask)
+        everything, before = torch.cat([past["x"], x], 1), past["x"].shape[1]
+    out = torch.ops.engram.short_conv(
+        everything,
         weight,
         norm_weight,
         dilation=dilation,
@@ -63,6 +68,10 @@ def short_conv(
         document_ids=document_ids,
         mask=mask,
     )[0]
+    if state is None:
+        return out
+    state.append(marks, visible, lengths, x=x)
+    return out[:, before:].contiguous()
 
 
 def mask_of_lengths(op: str, batch: int, tokens: int, lengths: Tensor, mask: Tensor | None, device) -> Tensor:

@@ -22,17 +22,22 @@ template <typename A> constexpr int kUsualTaps = std::is_same_v<A, double> ? 0 :
 // One block of time of one batch row, with the positions around it that it reads (before) or that read from it (after).
 struct Stretch {
   const ShortConvShape& shape;
-  int64_t base;                     // row * T: flat index of position 0
+  int64_t base;                     // row * (P + T): flat index of position 0 among document ids and mask
+  int64_t token;                    // row * T - P: what turns a position into the flat index of its token
+  int64_t past;                     // row * P: flat index of position 0 among the positions before the first token
   int64_t first, begin, end, last;  // first <= begin: the block is [begin, end), its surroundings [first, last)
   std::vector<int64_t> start;       // start[t - first]: no tap of t reaches below it
 
   Stretch(const ShortConvShape& s, int64_t block, bool after) : shape(s) {
     const int64_t blocks = conv_blocks_per_row(s), reach = (s.taps - 1) * s.dilation;
-    base = block / blocks * s.tokens;
-    begin = block % blocks * kConvBlock;
-    end = std::min(s.tokens, begin + kConvBlock);
+    const int64_t row = block / blocks, positions = s.past + s.tokens;
+    base = row * positions;
+    token = row * s.tokens - s.past;
+    past = row * s.past;
+    begin = s.past + block % blocks * kConvBlock;
+    end = std::min(positions, begin + kConvBlock);
     first = std::max<int64_t>(0, begin - reach);
-    last = after ? std::min(s.tokens, end + reach) : end;
+    last = after ? std::min(positions, end + reach) : end;
     start.resize(last - first);
     const int64_t* ids = s.document_ids ? s.document_ids + base : nullptr;
     // Where a document began before `first` does not matter to the block and what lies after it.
@@ -57,10 +62,17 @@ struct Stretch {
 // The rows and scalars of a stretch. Scalars are indexed [t - first][g]; at masked positions they are not read.
 template <typename K> struct ConvSource {
   using A = accumulate_t<K>;
-  const K* rows;                        // row of (t, g): rows + (base + t) * token_stride + g * branch_stride
+  const K* rows;                        // of tokens: rows + token * token_stride + g * branch_stride
+  const K* past_rows;                   // of the positions before the first token, likewise
   int64_t token_stride, branch_stride;  // branch_stride 0: one row for all branches
   const A* scale;
   const A* self;  // null: the source itself is not added
+
+  const K* row(const Stretch& stretch, int64_t t, int64_t g) const {
+    return (t < stretch.shape.past ? past_rows + (stretch.past + t) * token_stride
+                                   : rows + (stretch.token + t) * token_stride) +
+           g * branch_stride;
+  }
 };
 
 // Which row each tap of one position reads, and its scalar: a row of the tile's scratch, or zeros where the tap does
@@ -131,8 +143,7 @@ template <typename K> struct ConvTile {
     std::fill(zeros, zeros + kTile, A(0));
     for (int64_t i = 0; i < count; ++i) {
       if (stretch.masked(stretch.first + i)) continue;  // never read
-      const K* from =
-          source.rows + (stretch.base + stretch.first + i) * source.token_stride + g * source.branch_stride + tile;
+      const K* from = source.row(stretch, stretch.first + i, g) + tile;
       for_each_vec<A>(0, width, [&](auto lanes, int64_t d) ENGRAM_INLINE_LAMBDA {
         lanes.put(rows + i * kTile + d, lanes.get(from + d));
       });
@@ -165,7 +176,7 @@ ENGRAM_TARGET void conv_forward_block(const Stretch& stretch, const ConvSource<K
       if (g == 0 || source.branch_stride) tile_rows.fill(stretch, source, g, tile, width);
       const TapWeights<A> tap_weights{weights + g * D + tile, G * D, s.taps};
       for (int64_t t = stretch.begin; t < stretch.end; ++t) {
-        const int64_t at = ((stretch.base + t) * G + g) * D + tile;
+        const int64_t at = ((stretch.token + t) * G + g) * D + tile;
         if (stretch.masked(t)) {
           copy_or_zero(out + at, hidden ? hidden + at : nullptr, width);
           continue;
@@ -218,7 +229,7 @@ ENGRAM_TARGET void conv_backward_block(const Stretch& stretch, const ConvSource<
         if (stretch.masked(t)) continue;  // never read
         TapRows<Taps, A> taps(storage);
         tile_rows.template aim<Taps>(stretch, source, t, g, taps);
-        const H* dy = grad_out + (stretch.base + t) * GD + g * D + tile;
+        const H* dy = grad_out + (stretch.token + t) * GD + g * D + tile;
         A* dz = scratch.grad_z.data() + (t - begin) * kTile;
         A* S = part + g * D + tile;
         const bool own = t < end;
@@ -249,7 +260,7 @@ ENGRAM_TARGET void conv_backward_block(const Stretch& stretch, const ConvSource<
         const int64_t at = (t - stretch.first) * G + g;
         const A *x = tile_rows.rows + (t - stretch.first) * kTile, scale = source.scale[at],
                 self = source.self ? source.self[at] : A(0);
-        const H* dy = grad_out + (stretch.base + t) * GD + g * D + tile;
+        const H* dy = grad_out + (stretch.token + t) * GD + g * D + tile;
         A* grad_x = scratch.grad_x.data() + (t - begin) * D + tile;
         vec<A> p{}, qx{};
         convolve<Taps>(back, tap_weights, width,
@@ -267,7 +278,7 @@ ENGRAM_TARGET void conv_backward_block(const Stretch& stretch, const ConvSource<
     }
   }
   for (int64_t t = begin; t < end; ++t) {
-    K* to = grad_rows + (stretch.base + t) * source.token_stride + g0 * source.branch_stride;
+    K* to = grad_rows + (stretch.token + t) * source.token_stride + g0 * source.branch_stride;
     if (stretch.masked(t)) {
       copy_or_zero<K>(to, nullptr, D);
       continue;
@@ -278,7 +289,7 @@ ENGRAM_TARGET void conv_backward_block(const Stretch& stretch, const ConvSource<
       pull += scale * scale * scale * Q[(t - begin) * G + g];
     }
     pull /= A(D);
-    const K* x = source.rows + (stretch.base + t) * source.token_stride + g0 * source.branch_stride;
+    const K* x = source.row(stretch, t, g0);
     const A* grad_x = scratch.grad_x.data() + (t - begin) * D;
     for_each_vec<A>(0, D, [&](auto lanes, int64_t d) ENGRAM_INLINE_LAMBDA {
       lanes.put(to + d, lanes.get(grad_x + d) - pull * lanes.get(x + d));

@@ -36,7 +36,7 @@ ENGRAM_TARGET void gate_conv_stats(const GateConvForward<H, K>& a, int64_t begin
   const int64_t D = a.shape.dim, G = a.shape.branches, width = G * kGateStats + 1;
   for (int64_t i = begin; i < end; ++i) {
     A* stats = a.stats + i * width;
-    if (a.shape.mask && !a.shape.mask[i]) {
+    if (a.shape.mask && !a.shape.mask[i + (i / a.shape.tokens + 1) * a.shape.past]) {
       std::fill_n(stats, width, A(0));
       continue;
     }
@@ -53,7 +53,7 @@ ENGRAM_TARGET void gate_conv_stats(const GateConvForward<H, K>& a, int64_t begin
 template <typename A> struct GateScalars {
   std::vector<A> alpha, beta, rx;
 
-  void compute(const Stretch& stretch, const A* stats, A conv_eps, const GateOptions<A>& options) {
+  void compute(const Stretch& stretch, const A* stats, const A* past_stats, A conv_eps, const GateOptions<A>& options) {
     const int64_t G = stretch.shape.branches, count = (stretch.last - stretch.first) * G, width = G * kGateStats + 1;
     alpha.assign(count, A(0));
     beta.assign(count, A(0));
@@ -61,7 +61,8 @@ template <typename A> struct GateScalars {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t t = stretch.first + i / G;
       if (stretch.masked(t)) continue;
-      const A* row = stats + (stretch.base + t) * width;
+      const A* row =
+          (t < stretch.shape.past ? past_stats + (stretch.past + t) * width : stats + (stretch.token + t) * width);
       alpha[i] = gate_alpha(row[i % G * kGateStats], options);
       if (stretch.shape.norm) rx[i] = A(1) / std::sqrt(alpha[i] * alpha[i] * row[width - 1] + conv_eps);
       beta[i] = alpha[i] * rx[i];
@@ -77,8 +78,8 @@ ENGRAM_TARGET void gate_conv_forward_blocks(const GateConvForward<H, K>& a, int6
   GateScalars<A> scalars;
   for (int64_t block = begin; block < end; ++block) {
     const Stretch stretch(a.shape, block, false);
-    scalars.compute(stretch, a.stats, a.conv_eps, a.options);
-    const ConvSource<K> source{a.value, a.shape.dim, 0, scalars.beta.data(), scalars.alpha.data()};
+    scalars.compute(stretch, a.stats, a.past_stats, a.conv_eps, a.options);
+    const ConvSource<K> source{a.value, a.past_value, a.shape.dim, 0, scalars.beta.data(), scalars.alpha.data()};
     conv_forward_block<Taps>(stretch, source, a.taps, a.options.residual ? a.hidden : nullptr, a.out, tile, taps);
   }
 }
@@ -101,14 +102,14 @@ ENGRAM_TARGET void gate_conv_backward_parts(const GateConvBackward<H, K>& a, int
     if (gate_part) std::fill_n(gate_part, GD, A(0));
     for (int64_t block = blocks * p / a.parts; block < blocks * (p + 1) / a.parts; ++block) {
       const Stretch stretch(s, block, true);
-      scalars.compute(stretch, a.stats, a.conv_eps, a.options);
+      scalars.compute(stretch, a.stats, a.past_stats, a.conv_eps, a.options);
       P.resize((stretch.end - stretch.begin) * G);
       Q.resize(P.size());
-      const ConvSource<K> source{a.value, D, 0, scalars.beta.data(), scalars.alpha.data()};
+      const ConvSource<K> source{a.value, a.past_value, D, 0, scalars.beta.data(), scalars.alpha.data()};
       conv_backward_block<Taps>(stretch, source, a.taps, a.grad_out, 0, G, a.grad_value, conv_part, P.data(), Q.data(),
                                 tile, taps, scratch);
       for (int64_t t = stretch.begin; t < stretch.end; ++t) {
-        const int64_t i = stretch.base + t;
+        const int64_t i = stretch.token + t;
         if (stretch.masked(t)) {
           copy_or_zero(a.grad_hidden + i * GD, a.options.residual ? a.grad_out + i * GD : nullptr, GD);
           copy_or_zero<K>(a.grad_key + i * GD, nullptr, GD);

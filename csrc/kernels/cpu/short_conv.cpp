@@ -73,7 +73,7 @@ ENGRAM_TARGET void short_conv_forward_blocks(const ShortConvForward<T>& a, int64
         if (t >= stretch.begin) a.rstd[at] = r;
       }
     }
-    const ConvSource<T> source{a.x, G * D, D, rstd.data(), s.residual ? ones.data() : nullptr};
+    const ConvSource<T> source{a.x, nullptr, G * D, D, rstd.data(), s.residual ? ones.data() : nullptr};
     conv_forward_block<Taps>(stretch, source, a.taps, static_cast<const T*>(nullptr), a.out, tile, taps);
     for (int64_t t = stretch.begin; t < stretch.end && s.residual; ++t) {
       if (stretch.masked(t)) copy_or_zero(a.out + (stretch.base + t) * G * D, a.x + (stretch.base + t) * G * D, G * D);
@@ -98,8 +98,8 @@ ENGRAM_TARGET void short_conv_backward_parts(const ShortConvBackward<T>& a, int6
       ones.assign((stretch.last - stretch.first) * G, A(1));
       P.resize((stretch.end - stretch.begin) * G);
       Q.resize(P.size());
-      const ConvSource<T> source{a.x, GD, s.dim, a.rstd + (stretch.base + stretch.first) * G,
-                                 s.residual ? ones.data() : nullptr};
+      const ConvSource<T> source{
+          a.x, nullptr, GD, s.dim, a.rstd + (stretch.base + stretch.first) * G, s.residual ? ones.data() : nullptr};
       for (int64_t g = 0; g < G; ++g) {
         conv_backward_block<Taps>(stretch, source, a.taps, a.grad_out, g, g + 1, a.grad_x, part, P.data(), Q.data(),
                                   tile, taps, scratch);
