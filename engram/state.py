@@ -135,4 +135,13 @@ def _unflatten(tensors: list[Tensor], context: Any) -> EngramState:
     return EngramState(rings["history"], rings.get("conv"))
 
 
-pytree.register_pytree_node(EngramState, _flatten, _unflatten, serialized_type_name="engram.EngramState")
+def _flatten_with_keys(state: EngramState) -> tuple[list[tuple[Any, Tensor]], Any]:
+    tensors, context = _flatten(state)
+    names = [f"{ring}.{name}" for ring, own, *_ in context for name in own]
+    return [(pytree.MappingKey(name), tensor) for name, tensor in zip(names, tensors)], context
+
+
+pytree.register_pytree_node(
+    EngramState, _flatten, _unflatten, serialized_type_name="engram.EngramState",
+    flatten_with_keys_fn=_flatten_with_keys,
+)

@@ -115,9 +115,8 @@ class Ring:
             lengths = self.position.new_full((batch,), tokens)
         lengths = lengths.to(self.position).clamp(0, tokens)
         if tokens:
-            kept = min(tokens, self.slots)
             # The last tokens within each length; before the first one stands what is in the ring already.
-            index = lengths[:, None] - kept + torch.arange(kept, device=runs.device)
+            index = lengths[:, None] + torch.arange(-self.slots, 0, device=runs.device)
             new, source = index >= 0, index.clamp(min=0)
             slots = (self.position[:, None] + index) % self.slots
             if visible is None:

@@ -4,6 +4,7 @@ import re
 import pytest
 import torch
 from engram import ops, reference
+from engram.ops._state import Ring
 from samples import DEVICES, DTYPES, named, relative_error
 
 GATE_CONV = [ops.gate_conv, reference.gate_conv]
@@ -55,9 +56,12 @@ def test_a_zero_weight_leaves_the_gate(device):
     assert inputs["conv_weight"].grad.any()
 
 
-def test_state_waits_for_its_turn():
-    with pytest.raises(NotImplementedError, match="^gate_conv: state"):
-        ops.gate_conv(**named("gate_conv", "plain")[0](), state=object())
+def test_a_state_of_other_sizes():
+    inputs = named("gate_conv", "plain")[0]("cpu", torch.float32)
+    first = inputs["value"]
+    for kept in ({"other": first[:, :0]}, {"value": first[:1, :0], "stats": first[:1, :0]}):
+        with pytest.raises(ValueError, match="^gate_conv: state must keep"):
+            ops.gate_conv(**inputs, state=Ring(kept, 9, 0))
 
 
 FLOATS = "float64, float32, bfloat16 or float16"
