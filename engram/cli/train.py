@@ -169,6 +169,9 @@ def train(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     print(f"step        {step_ms[BASELINE]:.0f} ms baseline, {step_ms[ENGRAM]:.0f} ms engram")
     print(f"optimizer   {state[BASELINE]:,} bytes of state baseline, {state[ENGRAM]:,} engram, of which {state['tables']:,} "
           f"for the tables ({config.optimizer})")
+    prompt, continuation = comparison.sample(ENGRAM)
+    record["sample"] = {"prompt": prompt, "continuation": continuation}
+    print(f"sample      {prompt!r}\n  goes on   {continuation!r}")
     print(f"curves: {options.out / PLOT}, models: {checkpoint}")
     return 0, record
 

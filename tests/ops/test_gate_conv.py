@@ -124,3 +124,20 @@ def test_devices_do_not_mix(argument):
     inputs[argument] = inputs[argument].to("meta")
     with pytest.raises(ValueError, match=rf"^gate_conv: .*{argument} on meta"):
         ops.gate_conv(**inputs)
+
+
+@pytest.mark.parametrize("argument, value, expected", [
+    ("past_value", torch.zeros(2, 3, 16, dtype=torch.bfloat16), "of the dtype of value"),
+    ("past_value", torch.zeros(2, 16), "[B, P, D]"),
+    ("past_value", torch.zeros(1, 3, 16), "[B, P, D]"),
+    ("past_value", None, "given together with past_stats"),
+    ("past_stats", torch.zeros(2, 3, 13, dtype=torch.float64), "of the accumulation dtype"),
+    ("past_stats", torch.zeros(2, 4, 13), "[B, P, 3 * G + 1]"),
+    ("document_ids", torch.zeros(2, 11, dtype=torch.int64), "[B, P + T]"),
+    ("mask", torch.ones(2, 11, dtype=torch.bool), "[B, P + T]"),
+])
+def test_errors_of_a_past(argument, value, expected):
+    inputs = named("gate_conv", "plain")[0]("cpu", torch.float32)
+    past = dict(past_value=torch.zeros(2, 3, 16), past_stats=torch.zeros(2, 3, 13)) | {argument: value}
+    with pytest.raises(ValueError, match=rf"^gate_conv: {argument} must be .*{re.escape(expected)}.*, got "):
+        torch.ops.engram.gate_conv(**inputs | past)
