@@ -2,6 +2,8 @@
 import copy
 import io
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -438,6 +440,40 @@ def test_past_2_31_elements(make, tmp_path):
             found = parameter.detach()[touched[0]].clone()
             assert found.any() and not parameter.detach()[rows - 2].any()
     assert torch.equal(found, small.detach()[[0, 3, 3, 1]])
+
+
+MEMORY = """
+import resource, sys, torch
+from engram import optim, ops
+torch.set_num_threads(2)
+rows, tokens, columns, width = 4_000_000, 4096, 16, 32
+weight = torch.nn.Parameter(torch.ones(rows, width))
+optimizer = getattr(optim, sys.argv[1])([weight], **eval(sys.argv[2]))
+grad = torch.randn(tokens, columns, width) / 1e3
+def step():
+    out = ops.embedding(weight, torch.randint(rows, (tokens, columns)), sparse_grad=True)
+    out.backward(grad)
+    optimizer.step()
+    optimizer.zero_grad()
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+for _ in range(3):
+    step()
+print(peak() - before, sum(x.nbytes for x in optimizer.state[weight].values()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, options", [("SGD", "dict(lr=0.1)"), ("RowWiseAdagrad", "dict()"),
+                                           ("RowWiseAdam", "dict(momentum=False)")])
+def test_memory_follows_the_batch(name, options):
+    """A 512 MB table: 4 bytes a row of state, 20 MB, and what the batch needs; nothing in proportion to the table."""
+    run = subprocess.run([sys.executable, "-c", MEMORY, name, options], capture_output=True, text=True, check=True)
+    peak, state = map(int, run.stdout.split())
+    slots = 4096 * 16
+    batch = slots * (8 * 5 + 3 * 4 * 32)        # ids, keys twice, runs, rows; output, its gradient's sums, a copy of them
+    assert state <= (4 * 4_000_000 if name != "SGD" else 0) + 8
+    assert peak <= state + batch + 20e6, f"{peak / 1e6:.0f} MB"
 
 
 @pytest.mark.parametrize("tokens", [0, 5])
