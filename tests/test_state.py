@@ -403,3 +403,22 @@ def test_state_with_functional_call_and_deepcopy():
     parts = [torch.func.functional_call(copy.deepcopy(layer), parameters, (), at(x, cut) | dict(state=state))
              for cut in (slice(0, 7), slice(7, 30))]
     assert close(torch.cat(parts, 1), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_ahead_of_time(tmp_path):
+    """Compiled by AOTInductor, with a state that it updates, for lengths that it has not seen."""
+    layer = build("eos", torch.float32)
+    x = inputs(layer, masked=False)
+    first, second = ({name: tensor.contiguous() for name, tensor in at(x, cut).items()}
+                     for cut in (slice(0, 6), slice(6, 30)))
+    state = layer.init_state(2)
+    shapes = {name: {1: torch.export.Dim("tokens", min=3)} for name in first}
+    shapes["state"] = [None] * len(torch.utils._pytree.tree_leaves(state))
+    with torch.no_grad():
+        program = torch.export.export(layer, (), {**first, "state": state.clone()}, dynamic_shapes=shapes, strict=False)
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+        run = torch._inductor.aoti_load_package(package)
+        parts = [run(**first, state=state), run(**second, state=state)]
+    assert close(torch.cat(parts, 1), layer(**x))
