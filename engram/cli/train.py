@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     run("--lr", type=float, metavar="X", help="peak learning rate; five times as much for the tables (default: 3e-3)")
     run("--optimizer", choices=("row-wise-adam", "row-wise-adagrad", "lazy-adamw", "adamw"),
         help="of the tables: a step of the first three costs what the batch touches, one of adamw what the tables hold "
-             "(default: row-wise-adam); all else is trained by AdamW")
+             "(default: adamw); all else is trained by AdamW")
     run("--seed", type=int, metavar="N", help="of the weights, the hash and the data order (default: 0)")
     run("--out", type=Path, default=Path("engram-run"), metavar="DIR",
         help="where checkpoint, plot and tokenizer go (default: ./engram-run)")

@@ -75,7 +75,7 @@ class TrainConfig:
     seed: int = 0
     lr: float = 3e-3  # the best for the baseline of 2, 3, 4, 5.5 and 8e-3
     dtype: str = "float32"  # bfloat16: float32 weights under autocast
-    optimizer: str = "row-wise-adam"  # of the tables, out of OPTIMIZERS
+    optimizer: str = "adamw"  # of the tables, out of OPTIMIZERS
 
     def __post_init__(self) -> None:
         for name in ("text", "engram_layers"):

@@ -121,7 +121,10 @@ def _(
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, _eps, conv_eps, dilation, clamp, zero_rule, activation, document_ids, mask, residual, past_value, past_stats = inputs
+    (
+        *tensors, _eps, conv_eps, dilation, clamp, zero_rule, activation, document_ids, mask, residual, past_value,
+        past_stats,
+    ) = inputs
     _, stats = output
     ctx.mark_non_differentiable(stats)
     ctx.save_for_backward(*tensors, stats, document_ids, mask, past_value, past_stats)
