@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engram.ops._call import call
 from engram.ops._fake import accumulate_dtype, same_device
 from engram.ops.short_conv import mask_of_lengths
 
@@ -61,7 +62,8 @@ def gate_conv(
         raise NotImplementedError("gate_conv: state is not available yet, pass the whole sequence (state=None)")
     if lengths is not None:
         mask = mask_of_lengths("gate_conv", hidden.shape[0], hidden.shape[1], lengths, mask, hidden.device)
-    return torch.ops.engram.gate_conv(
+    return call(
+        torch.ops.engram.gate_conv,
         hidden,
         key,
         value,
