@@ -42,7 +42,8 @@ ENGRAM_INLINE f32 load(const float* p) {
 ENGRAM_INLINE f32 load(const BFloat16* p) {
 #if defined(ENGRAM_HAS_AVX512)
   // One permutation puts each number into the upper half of its lane, zeros into the lower.
-  const __m512i half = _mm512_maskz_loadu_epi16(0xffff, p);
+  const __m512i half =
+      _mm512_maskz_broadcast_i64x4(0xff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return reinterpret_cast<f32>(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, reinterpret_cast<__m512i>(kLane << 16), half));
 #else
   u16 h;
@@ -72,7 +73,7 @@ ENGRAM_INLINE void store(BFloat16* p, f32 v) {  // round to nearest even; NaN st
   const u32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
 #if defined(ENGRAM_HAS_AVX512)
   const __mmask32 number = _mm512_cmp_ps_mask(reinterpret_cast<__m512>(v), reinterpret_cast<__m512>(v), _CMP_ORD_Q);
-  const __m512i upper = reinterpret_cast<__m512i>(2u * kLane + 1u + ((2u * kLane + 2u) << 16));
+  const __m512i upper = reinterpret_cast<__m512i>(4u * kLane + 1u + ((4u * kLane + 3u) << 16));
   const __m512i h = _mm512_mask_permutexvar_epi16(_mm512_set1_epi16(0x7fc0), number, upper,
                                                   reinterpret_cast<__m512i>(rounded));
   std::memcpy(p, &h, 32);
