@@ -237,6 +237,7 @@ ENGRAM_TARGET void conv_backward_block(const Stretch& stretch, const ConvSource<
   const bool silu = s.silu, adds_self = source.self;
   scratch.grad_z.resize((stretch.last - begin) * kTile);
   scratch.grad_x.resize((end - begin) * D);
+  if (g0 == g1) std::fill(scratch.grad_x.begin(), scratch.grad_x.end(), A(0));  // no branch writes there
   scratch.S.resize(K_ * kTile);
   for (int64_t i = 0; i < end - begin; ++i) std::fill(P + i * G + g0, P + i * G + g1, A(0));
   for (int64_t i = 0; i < end - begin; ++i) std::fill(Q + i * G + g0, Q + i * G + g1, A(0));
@@ -262,7 +263,7 @@ ENGRAM_TARGET void conv_backward_block(const Stretch& stretch, const ConvSource<
                          __builtin_prefetch(ahead + d);
                          vec<A> grad = lanes.get(dy + d);
                          if (silu) {
-                           const vec<A> sg = sigmoid_for<H>(z);
+                           const vec<A> sg = sigmoid(z);  // in full: the weights' gradients may be float32
                            grad *= sg * (A(1) + z * (A(1) - sg));
                          }
                          lanes.put(dz + d, grad);

@@ -90,8 +90,8 @@ ENGRAM_TARGET void gate_conv_backward_parts(const GateConvBackward<H, K>& a, int
   const ShortConvShape& s = a.shape;
   const int64_t D = s.dim, G = s.branches, GD = G * D, width = G * kGateStats + 1,
                 blocks = s.batch * conv_blocks_per_row(s);
-  const bool streaming = streams(a.grad_hidden, D, s.batch * s.tokens * GD) &&
-                         streams(a.grad_key, D, s.batch * s.tokens * GD);
+  const bool streaming =
+      streams(a.grad_hidden, D, s.batch * s.tokens * GD) && streams(a.grad_key, D, s.batch * s.tokens * GD);
   TapStorage<A> taps(s.taps);
   ConvTile<K> tile;
   ConvScratch<A> scratch;

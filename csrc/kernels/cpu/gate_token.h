@@ -32,8 +32,8 @@ ENGRAM_INLINE void gate_scores(const H* hidden, const K* key, const accumulate_t
 template <typename H, typename K>
 ENGRAM_INLINE void gate_grads(accumulate_t<H> grad_alpha, const accumulate_t<H>* stats, const H* grad_out,
                               const H* hidden, const K* key, const accumulate_t<H>* weight, int64_t D,
-                              const GateOptions<accumulate_t<H>>& o, H* grad_hidden, K* grad_key,
-                              accumulate_t<H>* part, bool streaming = false) {
+                              const GateOptions<accumulate_t<H>>& o, H* grad_hidden, K* grad_key, accumulate_t<H>* part,
+                              bool streaming = false) {
   using A = accumulate_t<H>;
   const A s = stats[0], rstd_h = stats[1], rstd_k = stats[2], alpha = gate_alpha(s, o);
   const A slope = std::abs(s) < o.clamp ? A(0) : A(0.5) / std::sqrt(std::abs(s));

@@ -42,9 +42,9 @@ ENGRAM_INLINE f32 load(const float* p) {
 ENGRAM_INLINE f32 load(const BFloat16* p) {
 #if defined(ENGRAM_HAS_AVX512)
   // One permutation puts each number into the upper half of its lane, zeros into the lower.
-  const __m512i half =
-      _mm512_maskz_broadcast_i64x4(0xff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  return reinterpret_cast<f32>(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, reinterpret_cast<__m512i>(kLane << 16), half));
+  const __m512i half = _mm512_maskz_broadcast_i64x4(0xff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  const __m512i upper = reinterpret_cast<__m512i>(kLane << 16);
+  return reinterpret_cast<f32>(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, upper, half));
 #else
   u16 h;
   std::memcpy(&h, p, sizeof h);
@@ -74,8 +74,8 @@ ENGRAM_INLINE void store(BFloat16* p, f32 v) {  // round to nearest even; NaN st
 #if defined(ENGRAM_HAS_AVX512)
   const __mmask32 number = _mm512_cmp_ps_mask(reinterpret_cast<__m512>(v), reinterpret_cast<__m512>(v), _CMP_ORD_Q);
   const __m512i upper = reinterpret_cast<__m512i>(4u * kLane + 1u + ((4u * kLane + 3u) << 16));
-  const __m512i h = _mm512_mask_permutexvar_epi16(_mm512_set1_epi16(0x7fc0), number, upper,
-                                                  reinterpret_cast<__m512i>(rounded));
+  const __m512i h =
+      _mm512_mask_permutexvar_epi16(_mm512_set1_epi16(0x7fc0), number, upper, reinterpret_cast<__m512i>(rounded));
   std::memcpy(p, &h, 32);
 #else
   const u32 nan = bits - bits + 0x7fc0u;
@@ -235,13 +235,13 @@ ENGRAM_INLINE f64 sigmoid(f64 x) {
   for (int i = 0; i < 8; ++i) x[i] = 1.0 / (1.0 + std::exp(-x[i]));
   return x;
 }
-// What a result that is rounded to T needs of it. For bfloat16 a relative error of 1.4e-4 is a fourteenth of the
+// What a result that is only rounded to T needs of it. For bfloat16 a relative error of 1.4e-4 is a fourteenth of the
 // rounding: 2^f on [0, 1) to 7.5e-5, and the reciprocal as the instruction gives it.
 template <typename T> ENGRAM_INLINE vec<accumulate_t<T>> sigmoid_for(vec<accumulate_t<T>> x) {
 #if defined(ENGRAM_HAS_AVX512)
   if constexpr (std::is_same_v<T, BFloat16>) {
-    const __m512 y = _mm512_maskz_min_ps(0xffff, _mm512_set1_ps(126.0f),
-                                         reinterpret_cast<__m512>(x * -1.44269504088896341f));
+    const __m512 y =
+        _mm512_maskz_min_ps(0xffff, _mm512_set1_ps(126.0f), reinterpret_cast<__m512>(x * -1.44269504088896341f));
     const f32 f = reinterpret_cast<f32>(_mm512_maskz_reduce_ps(0xffff, y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
     const f32 p = ((f * 7.8024523e-2f + 2.2606716e-1f) * f + 6.9583354e-1f) * f + 9.9992522e-1f;
     const __m512 power = _mm512_maskz_scalef_ps(0xffff, reinterpret_cast<__m512>(p), y);  // by 2^floor(y)
