@@ -1,4 +1,4 @@
-"""What a token may see: one mask out of mask and lengths, one document number out of whatever tells where documents end:
+"""What a token may see: one mask out of mask and lengths, one document number out of what tells where documents end:
 ids, end-of-text tokens, cumulative lengths, positions that begin anew."""
 import torch
 from torch import Tensor
@@ -80,15 +80,16 @@ def document_ids_from(
         int64 [B, T], from 0 in each row, growing by one with each document.
 
     Raises:
-        ValueError: nothing given, a wrong shape or dtype (three-dimensional position_ids among them), cu_seqlens that do
-            not begin with 0, descend, or do not end with B * T, or only one of token_ids and eos_id.
+        ValueError: nothing given, a wrong shape or dtype (three-dimensional position_ids among them), cu_seqlens that
+            do not begin with 0, descend, or do not end with B * T, or only one of token_ids and eos_id.
     """
     op = "document_ids_from"
     if (token_ids is None) != (eos_id is None):
-        raise ValueError(f"{op}: token_ids and eos_id go together, got only {'token_ids' if eos_id is None else 'eos_id'}")
+        given = "token_ids" if eos_id is None else "eos_id"
+        raise ValueError(f"{op}: token_ids and eos_id go together, got only {given}")
     if position_ids is not None and position_ids.dim() != 2:
-        raise ValueError(f"{op}: position_ids must be integer [B, T], got {describe(position_ids)}; positions of several "
-                         "dimensions do not say where a document begins, pass document_ids or cu_seqlens")
+        raise ValueError(f"{op}: position_ids must be integer [B, T], got {describe(position_ids)}; positions of "
+                         "several dimensions do not say where a document begins, pass document_ids or cu_seqlens")
     tensors = dict(document_ids=document_ids, position_ids=position_ids, token_ids=token_ids)
     given = [x for x in (*tensors.values(), mask, cu_seqlens) if x is not None]
     if not given:

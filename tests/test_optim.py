@@ -1,7 +1,6 @@
 """engram.optim: against torch.optim and a dense oracle on the touched rows, accumulation, resuming, what is refused."""
 import copy
 import io
-import os
 import subprocess
 import sys
 
@@ -154,7 +153,7 @@ def test_any_kind_of_gradient(make, dtype):
 
 @EACH
 def test_step_plan(make):
-    """Straight from the looked up rows' gradient: as through a sparse gradient, which rounds its sums in float32 only."""
+    """Straight from the looked up rows' gradient: to the bit as through a float32 sparse gradient."""
     weights = [table(), table()]
     optimizers = [make([weight]) for weight in weights]
     for step in range(5):
@@ -414,9 +413,6 @@ def test_thread_count_never_shows(make, threads):
     assert torch.equal(*found)
 
 
-FREE_MEMORY = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 @pytest.mark.slow
 @EACH
 def test_past_2_31_elements(make, tmp_path):
@@ -471,7 +467,7 @@ def test_memory_follows_the_batch(name, options):
     run = subprocess.run([sys.executable, "-c", MEMORY, name, options], capture_output=True, text=True, check=True)
     peak, state = map(int, run.stdout.split())
     slots = 4096 * 16
-    batch = slots * (8 * 5 + 3 * 4 * 32)        # ids, keys twice, runs, rows; output, its gradient's sums, a copy of them
+    batch = slots * (8 * 5 + 3 * 4 * 32)        # ids, keys twice, runs, rows; output, sums, a copy of them
     assert state <= (4 * 4_000_000 if name != "SGD" else 0) + 8
     assert peak <= state + batch + 20e6, f"{peak / 1e6:.0f} MB"
 

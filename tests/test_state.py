@@ -1,4 +1,4 @@
-"""One answer however the sequence comes: in chunks, packed, padded, rolled back, after other requests, through beams."""
+"""One answer however the sequence comes: in chunks, packed, padded, rolled back, after other requests, by beams."""
 import copy
 import io
 import threading
@@ -7,7 +7,7 @@ import pytest
 import torch
 from engram import EngramConfig, TokenMap, ops
 from engram import nn as enn
-from engram.ops._state import Ring
+from engram.ops import Ring
 from engram.state import EngramState
 from hypothesis import given
 from hypothesis import strategies as st

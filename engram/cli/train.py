@@ -167,8 +167,8 @@ def train(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     print(f"  difference  {change:+.1f} %")
     step_ms, state = record["step_ms"], record["optimizer_bytes"]
     print(f"step        {step_ms[BASELINE]:.0f} ms baseline, {step_ms[ENGRAM]:.0f} ms engram")
-    print(f"optimizer   {state[BASELINE]:,} bytes of state baseline, {state[ENGRAM]:,} engram, of which {state['tables']:,} "
-          f"for the tables ({config.optimizer})")
+    print(f"optimizer   {state[BASELINE]:,} bytes of state baseline, {state[ENGRAM]:,} engram, "
+          f"of which {state['tables']:,} for the tables ({config.optimizer})")
     prompt, continuation = comparison.sample(ENGRAM)
     record["sample"] = {"prompt": prompt, "continuation": continuation}
     print(f"sample      {prompt!r}\n  goes on   {continuation!r}")

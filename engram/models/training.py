@@ -138,7 +138,7 @@ def schedule(step: int) -> float:
 
 
 class Comparison:
-    """Both models, their optimizers (`{name: [for the backbone, for the tables]}`), the step reached, the losses so far.
+    """Both models, their optimizers (`{name: [for the backbone, for the tables]}`), the step reached and the losses.
 
     `history` is `{"train": [[step, baseline, engram], ...], "held_out": [...]}`.
     """
@@ -186,8 +186,8 @@ class Comparison:
         return counts
 
     def optimizer_bytes(self) -> dict[str, int]:
-        """`{"baseline": n, "engram": n, "tables": n}`: memory of the optimizers' state so far; "tables" is the part that
-        the tables' optimizer has."""
+        """`{"baseline": n, "engram": n, "tables": n}`: memory of the optimizers' state so far; "tables" is the part
+        that the tables' optimizer has."""
         def size(optimizer: torch.optim.Optimizer) -> int:
             return sum(tensor.nbytes for state in optimizer.state.values() for tensor in state.values())
 

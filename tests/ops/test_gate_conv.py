@@ -4,7 +4,7 @@ import re
 import pytest
 import torch
 from engram import ops, reference
-from engram.ops._state import Ring
+from engram.ops import Ring
 from samples import DEVICES, DIFFERENTIABLE, DTYPES, Draw, named, relative_error
 
 GATE_CONV = [ops.gate_conv, reference.gate_conv]

@@ -4,7 +4,7 @@ import re
 import pytest
 import torch
 from engram import ops, reference
-from engram.ops._state import Ring
+from engram.ops import Ring
 from samples import DEVICES, DTYPES, named
 
 CONV = [ops.short_conv, reference.short_conv]
