@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 from engram import reference
 
+COMPILED = ("compile", "compiled demo", "smart")  # the groups of what torch.compile makes
+
 
 def smart_gate_conv(
     hidden: Tensor, key: Tensor, value: Tensor, hidden_weight: Tensor, key_weight: Tensor, conv_weight: Tensor,

@@ -137,7 +137,7 @@ def _gate_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
 
     def contender(name: str, function, group: str = "", tolerance: float | None = None) -> Contender:
         call = _forward(function, leaves) if work.direction == FORWARD else _both(function, leaves, grad)
-        return Contender(name, call, group, tolerance, list)
+        return Contender(name, call, group, tolerance, list, compiled=group in peers.COMPILED)
 
     yield contender("ours", peers.bind(getattr(ops, op), **options))
     if op == "gate_conv" and work.direction == FORWARD:
@@ -307,7 +307,8 @@ def _module_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
                 return torch.autograd.grad(function(hidden, sets[i % len(sets)]), leaves, grad)
 
         return Contender(name, call, group, tolerance,
-                         lambda results: [x.to_dense() if x.is_sparse else x for x in results])
+                         lambda results: [x.to_dense() if x.is_sparse else x for x in results],
+                         compiled=group in peers.COMPILED)
 
     yield contender("ours", layer)
     yield _bare_products(layer, work)
