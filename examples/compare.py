@@ -66,10 +66,10 @@ ABOUT = {
     "vanilla": "one residual stream.",
     "vanilla-active": "one stream, its MLPs widened to the active parameters of streams+engram.",
     "vanilla-total": "one stream, made wider to the parameters of streams+engram, tables included: more arithmetic for "
-                     "each token, as the step shows.",
+                     "each token.",
     "vanilla+engram": "one stream, and Engram.",
     "streams": "several residual streams (`engram/models/lm.py`), which start as exactly the vanilla model.",
-    "streams+capacity1": "streams+engram with one row in each table: projections, gates and convolution, but no memory.",
+    "streams+capacity1": "streams+engram with one row in each table: projections, gates, convolution, but no memory.",
     "streams+engram": "several streams, and Engram with a gate for each.",
 }
 CAVEATS = """\
@@ -463,16 +463,17 @@ def table(records: list[dict[str, Any]], results: dict[str, Any], options: argpa
     parts = [
         "# The published comparison, small",
         paragraph(
-            f"Written by `{command(options)}`; do not edit. Published: 124 M parameters, trained on 2.5 B tokens, have a "
-            "loss about 2.5 % lower with manifold-constrained hyper-connections (mHC) and Engram than without both. This "
-            f"is the same comparison in shape, from {size:,} parameters and with {options.steps * options.tokens:,} tokens, "
-            "together with the controls that tell memory from streams and from parameters."),
+            f"Written by `{command(options)}`; do not edit. Published: 124 M parameters, trained on 2.5 B tokens, have "
+            "a loss about 2.5 % lower with manifold-constrained hyper-connections (mHC) and Engram than without both. "
+            f"This is the same comparison in shape, from {size:,} parameters and with "
+            f"{options.steps * options.tokens:,} tokens, together with the controls that tell memory from streams and "
+            "from parameters."),
         paragraph(
             f"Text: {source}; {len(corpus.train):,} tokens to train on, other files held out, whole. {options.steps:,} "
             f"steps of {options.tokens:,} tokens in windows of {options.length}. Width {options.hidden_size}, "
-            f"{options.layers} blocks, {corpus.tokenizer.get_vocab_size():,} tokens in the vocabulary, Engram before the "
-            f"attention of block {', '.join(map(str, options.engram_layers))} (counted from 0), {options.streams} streams, "
-            f"{options.mixing} mixing; learning rate {options.lr:g}, the tables' five times that and by "
+            f"{options.layers} blocks, {corpus.tokenizer.get_vocab_size():,} tokens in the vocabulary, Engram before "
+            f"the attention of block {', '.join(map(str, options.engram_layers))} (counted from 0), {options.streams} "
+            f"streams, {options.mixing} mixing; learning rate {options.lr:g}, the tables' five times that and by "
             f"{options.optimizer}; {options.dtype}. Seeds {', '.join(map(str, seeds))}."),
         paragraph(
             f"Machine: {'; '.join(dict.fromkeys(record['machine'] for record in records))}. "
@@ -481,9 +482,9 @@ def table(records: list[dict[str, Any]], results: dict[str, Any], options: argpa
         "## Losses",
         paragraph(
             "Nats per held-out token, mean ± standard deviation over the seeds. Known are those targets, "
-            f"{100 * results['known_share']:.0f} % of all, that came in training, too, behind the same two tokens; new are "
-            "the others. Active parameters act on a token: all but the tables, and of these the rows that it reads. Step: "
-            f"median {clock}."),
+            f"{100 * results['known_share']:.0f} % of all, that came in training, too, behind the same two tokens; new "
+            "are the others. Active parameters act on a token: all but the tables, and of these the rows that it "
+            f"reads. Step: median {clock}."),
         "\n".join([
             "| model | parameters | active | loss | known | new | step, ms |",
             "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -497,9 +498,9 @@ def table(records: list[dict[str, Any]], results: dict[str, Any], options: argpa
         parts += [
             "## Differences",
             paragraph(
-                "Of the losses, in percent, seed by seed: the models of a seed start with the same backbone, where they "
-                "have the same width, and see the same batches. Negative is better; mean ± standard deviation over the "
-                "seeds, then each."),
+                "Of the losses, in percent, seed by seed: the models of a seed start with the same backbone, where "
+                "they have the same widths, and see the same batches. Negative is better; mean ± standard deviation over "
+                "the seeds, then each."),
             "\n".join([
                 "| model | against | difference | each seed | lower in | known | new |",
                 "| --- | --- | ---: | --- | --- | ---: | ---: |",
@@ -543,12 +544,13 @@ def verdict(of: dict[str, Any]) -> str:
     """A difference in words; what does not help is said as plainly as what does."""
     mean, count, lower = of["mean"], len(of["values"]), sum(value < 0 for value in of["values"])
     clear = lower in (0, count) and abs(mean) > max(of["deviation"] or 0, SMALL)
+    name, other = of["model"], of["against"]
     if not clear:
-        text = f"**{of['model']}** against {of['against']}: no clear difference ({mean:+.2f} %, lower in {lower} of {count})."
+        text = f"**{name}** against {other}: no clear difference, {mean:+.2f} %, lower with {lower} of {count} seeds."
     elif mean < 0:
-        text = f"**{of['model']}** helps against {of['against']}: {-mean:.2f} % lower, with every seed."
+        text = f"**{name}** helps against {other}: {-mean:.2f} % lower, with every seed."
     else:
-        text = f"**{of['model']}** does not help against {of['against']}: {mean:.2f} % higher, with every seed."
+        text = f"**{name}** does not help against {other}: {mean:.2f} % higher, with every seed."
     known, new = of["known"]["mean"], of["new"]["mean"]
     if math.isfinite(known) and math.isfinite(new):
         text += f" Known targets {known:+.2f} %, new ones {new:+.2f} %"
@@ -569,11 +571,8 @@ def figure(records: list[dict[str, Any]], results: dict[str, Any]) -> bytes:
         steps, losses = curves[0, :, 0], curves[:, :, 1]
         left.plot(steps, losses.mean(0), color=COLORS[name], label=name, marker="o", markersize=3, linewidth=1.2)
         left.fill_between(steps, losses.min(0), losses.max(0), color=COLORS[name], alpha=0.12, linewidth=0)
-    left.set(xlabel="step", ylabel="held-out loss, nats per token", yscale="log",
-             title="Mean and range of the seeds")
-    for axis in (left.yaxis.set_major_formatter, left.yaxis.set_minor_formatter):
-        axis("{x:.1f}")
-    left.grid(alpha=0.3, which="both")
+    left.set(xlabel="step", ylabel="held-out loss, nats per token", title="Mean and range of the seeds")
+    left.grid(alpha=0.3)
     left.legend(fontsize="small")
     labels = []
     for row, of in enumerate(results["differences"]):
