@@ -499,8 +499,8 @@ def table(records: list[dict[str, Any]], results: dict[str, Any], options: argpa
             "## Differences",
             paragraph(
                 "Of the losses, in percent, seed by seed: the models of a seed start with the same backbone, where "
-                "they have the same widths, and see the same batches. Negative is better; mean ± standard deviation over "
-                "the seeds, then each."),
+                "they have the same widths, and see the same batches. Negative is better; mean ± standard deviation "
+                "over the seeds, then each."),
             "\n".join([
                 "| model | against | difference | each seed | lower in | known | new |",
                 "| --- | --- | ---: | --- | --- | ---: | ---: |",
@@ -554,7 +554,7 @@ def verdict(of: dict[str, Any]) -> str:
     known, new = of["known"]["mean"], of["new"]["mean"]
     if math.isfinite(known) and math.isfinite(new):
         text += f" Known targets {known:+.2f} %, new ones {new:+.2f} %"
-        text += ", where it does not help." if mean < 0 <= new else "."
+        text += ", where it does not help." if clear and mean < 0 <= new else "."
     return text
 
 

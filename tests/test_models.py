@@ -69,13 +69,15 @@ def test_four_streams_start_as_the_plain_residual(mixing):
     torch.testing.assert_close(wide(tokens), plain(tokens), rtol=1e-10, atol=1e-10)
 
 
-def manifold_residual(branches=4, index=1, spread=1.0):
+def manifold_residual(branches=4):
     """With coefficients that differ from token to token."""
     torch.manual_seed(0)
-    residual = ManifoldResidual(branches, D, index).double()
+    residual = ManifoldResidual(branches, D, index=1).double()
     with torch.no_grad():
-        for parameter in residual.parameters():
-            parameter.add_(spread * torch.randn_like(parameter))
+        residual.weight.normal_(std=0.05)
+        residual.scale.add_(torch.tensor([1.0, -0.8, 0.6]))
+        for parameter in (residual.read, residual.write, residual.mix):
+            parameter.add_(0.5 * torch.randn_like(parameter))
     return residual
 
 
@@ -92,11 +94,12 @@ def test_manifold_residual_is_the_formula(branches):
             read = 1 / (1 + (-residual.scale[0] * read - residual.read).exp())
             write = 2 / (1 + (-residual.scale[1] * write - residual.write).exp())
             mix = (residual.scale[2] * mix + residual.mix).exp()
-            for _ in range(2000):
+            mix = mix / mix.sum(1, keepdim=True)
+            for _ in range(20):
                 mix = mix / mix.sum(0, keepdim=True)
                 mix = mix / mix.sum(1, keepdim=True)
             expected = mix @ h[b, t] + write[:, None] * torch.tanh(read @ h[b, t])
-            torch.testing.assert_close(out[b, t], expected, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(out[b, t], expected, rtol=2e-4, atol=2e-4)
     out.square().mean().backward()
     assert all(p.grad.isfinite().all() and p.grad.any() for p in (h, *residual.parameters()))
 
@@ -105,7 +108,9 @@ def test_manifold_mixing_is_doubly_stochastic():
     _, _, mix = manifold_residual().coefficients(torch.randn(2, 5, 4, D, dtype=torch.float64))
     assert (mix > 0).all() and mix.std((0, 1)).min() > 1e-3  # each token has its own
     torch.testing.assert_close(mix.sum(-1), torch.ones(2, 5, 4, dtype=torch.float64), rtol=0, atol=1e-12)
-    torch.testing.assert_close(mix.sum(-2), torch.ones(2, 5, 4, dtype=torch.float64), rtol=0, atol=1e-2)
+    torch.testing.assert_close(mix.sum(-2), torch.ones(2, 5, 4, dtype=torch.float64), rtol=0, atol=2e-2)
+    even = sinkhorn(torch.randn(50, 4, 4, dtype=torch.float64))
+    torch.testing.assert_close(even.sum(-2), torch.ones(50, 4, dtype=torch.float64), rtol=0, atol=1e-4)
     extreme = sinkhorn(torch.tensor([[500.0, 0.0], [500.0, 0.0]]))
     torch.testing.assert_close(extreme, torch.full((2, 2), 0.5))
 

@@ -187,7 +187,8 @@ def test_equals_itself_after_resume_bit_for_bit(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("options", [
-    dict(), dict(branches=4), dict(branches=4, mixing="manifold"), dict(dtype="bfloat16"), dict(warmup=5), dict(dtype="float64"),
+    dict(), dict(branches=4), dict(branches=4, mixing="manifold"), dict(warmup=5),
+    dict(dtype="bfloat16"), dict(dtype="float64"),
     *(dict(optimizer=name) for name in training.OPTIMIZERS),
 ])
 def test_both_models_learn(corpus, options):

@@ -209,7 +209,8 @@ class ManifoldResidual(nn.Module):
 
 
 def sinkhorn(logits: Tensor) -> Tensor:
-    """exp(logits) [..., G, G] with rows and columns scaled until both sum to 1 (Sinkhorn and Knopp), rows last."""
+    """exp(logits) [..., G, G], its rows and columns divided by their sums in turn (Sinkhorn and Knopp), as often as in
+    the paper. Rows come last and sum to 1; columns nearly do, to a percent where the matrix is almost a permutation."""
     m = logits.softmax(-1) + 1e-6  # no column of zeros, however far apart the logits are
     for _ in range(SINKHORN_STEPS):
         m = m / m.sum(-2, keepdim=True)
