@@ -11,7 +11,7 @@ int64_t embedding_fp8(const EmbeddingFp8<T, Index>& a, int64_t begin, int64_t en
   return ENGRAM_CALL(embedding_fp8, a, begin, end);
 }
 
-#define INSTANTIATE(T)                                                                       \
+#define INSTANTIATE(T)                                                                           \
   template int64_t embedding_fp8<T, int32_t>(const EmbeddingFp8<T, int32_t>&, int64_t, int64_t); \
   template int64_t embedding_fp8<T, int64_t>(const EmbeddingFp8<T, int64_t>&, int64_t, int64_t);
 ENGRAM_FOR_EACH_FLOAT(INSTANTIATE)
@@ -24,18 +24,15 @@ ENGRAM_FOR_EACH_FLOAT(INSTANTIATE)
 
 namespace engram::cpu::ENGRAM_ISA {
 
-typedef uint8_t u8 __attribute__((vector_size(16)));
-
-// 16 values, of which the first `available` exist. Exponent and mantissa move to their places in a float; what is
-// subnormal in e4m3 counts in steps of 2^-9. No float here is subnormal, which would take a hundred cycles.
-ENGRAM_INLINE f32 load_e4m3(const uint8_t* p, int64_t available) {
-  u8 bytes{};
-  std::memcpy(&bytes, p, std::min<int64_t>(available, sizeof bytes));
-  const u32 bits = __builtin_convertvector(bytes, u32), magnitude = bits & 0x7fu;
-  const f32 normal = reinterpret_cast<f32>((magnitude << 20) + (120u << 23));
-  const f32 steps = __builtin_convertvector(reinterpret_cast<i32>(magnitude), f32) * 0x1p-9f;
-  f32 v = magnitude < 8u ? steps : normal;
-  v = magnitude == 0x7fu ? reinterpret_cast<f32>(magnitude - magnitude + 0x7fc00000u) : v;
+// Exponent and mantissa move to their places in a float; what is subnormal in e4m3 counts in steps of 2^-9. No float
+// here is subnormal, which would take a hundred cycles. Selection is by masks, since compilers take comparisons of
+// vectors wider than the processor's one element at a time.
+ENGRAM_INLINE f32 e4m3(u32 bits) {
+  const i32 magnitude = reinterpret_cast<i32>(bits & 0x7fu);
+  const i32 normal = (magnitude << 20) + (120 << 23);
+  const i32 steps = reinterpret_cast<i32>(__builtin_convertvector(magnitude, f32) * 0x1p-9f);
+  const i32 subnormal = (magnitude - 8) >> 31, nan = -((magnitude + 1) >> 7);  // all bits or none
+  const i32 v = ((normal ^ steps) & subnormal ^ normal) | (nan & 0x7fc00000);
   return reinterpret_cast<f32>(reinterpret_cast<u32>(v) | (bits & 0x80u) << 24);
 }
 
@@ -47,7 +44,7 @@ template <typename T> ENGRAM_INLINE void scale_block(T* out, const uint8_t* valu
     for (int64_t j = 0; j < n; ++j) out[j] = double{unscaled[j]} * double{scale};
   } else {
     for_each_vec<float>(0, n, [&](auto lanes, int64_t j) ENGRAM_INLINE_LAMBDA {
-      lanes.put(out + j, load_e4m3(values + j, n - j) * broadcast(scale));
+      lanes.put(out + j, e4m3(load_bytes(lanes, values + j)) * broadcast(scale));
     });
   }
 }
