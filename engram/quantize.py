@@ -43,12 +43,13 @@ def zero_table(
     check_format("zero_table", format)
     if rows < 0 or dim < 0:
         raise ValueError(f"zero_table: rows and dim must be at least 0, got {rows} and {dim}")
-    device = torch.empty(0, device=device).device
+    like = torch.empty(0, device=device)
+    zeros = zeros_where_touched if type(like) is Tensor else torch.zeros    # fake tensors have no memory
     if format == "fp8":
         shapes = ((rows, dim), torch.float8_e4m3fn), ((rows, -(-dim // _BLOCK)), torch.float8_e8m0fnu)
     else:
         shapes = ((rows, dim), torch.int8), ((rows,), torch.float32)
-    values, scales = (zeros_where_touched(shape, dtype=dtype, device=device) for shape, dtype in shapes)
+    values, scales = (zeros(shape, dtype=dtype, device=like.device) for shape, dtype in shapes)
     return values, scales
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from engram import huge_page_share, nn, ops, quantize
 from engram.quantize import FORMATS, dequantize_table, quantize_table, zero_table
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -258,6 +259,14 @@ def test_module_on_meta_and_back(format):
     other.load_state_dict(table.state_dict())
     assert same((other.values, other.scales), (table.values, table.scales))
     assert module(format).to(torch.half).to("meta").values.dtype == table.values.dtype
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_module_of_fake_tensors(format):
+    with FakeTensorMode():
+        table = module(format, sizes=(400_000_000,), dim=256)
+        assert isinstance(table.values, FakeTensor) and table.values.shape == (400_000_000, 256)
+        assert table(torch.zeros(2, 5, 1, dtype=torch.int64)).shape == (2, 5, 1, 256)
 
 
 @pytest.mark.parametrize("format, name, wrong", [
