@@ -11,7 +11,7 @@ from typing import Any, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from engram import _C, ops, reference_keys, tables
+from engram import _C, ops, quantize, reference_keys, tables
 from engram.boundaries import check_tokenwise, describe, document_runs, is_integer, visible_tokens
 from engram.config import QUANTIZED, EngramConfig
 from engram.ops import Marks, Ring
@@ -23,7 +23,7 @@ from engram.vocab import TokenMap
 _HALF = (torch.bfloat16, torch.float16)
 _SLOW_HALF = [dtype for dtype in _HALF if not _C.half_products(str(dtype).removeprefix("torch."))]
 
-__all__ = ["NgramHash", "MultiHeadEmbedding", "ContextGate", "ShortConv", "Engram"]
+__all__ = ["NgramHash", "MultiHeadEmbedding", "QuantizedMultiHeadEmbedding", "ContextGate", "ShortConv", "Engram"]
 
 
 class NgramHash(nn.Module):
@@ -264,8 +264,7 @@ class MultiHeadEmbedding(nn.Module):
         if not self.sizes or min(*self.sizes, dim, row_multiple) < 1:
             raise ValueError("MultiHeadEmbedding: needs sizes, dim and row_multiple >= 1, got "
                              f"{list(self.sizes)}, {dim} and {row_multiple}")
-        rows = -(-sum(self.sizes) // row_multiple) * row_multiple
-        self.weight = nn.Parameter(_empty_weight(rows, dim, device, dtype))
+        self.weight = nn.Parameter(_empty_weight(_table_rows(self.sizes, row_multiple), dim, device, dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -296,6 +295,120 @@ class MultiHeadEmbedding(nn.Module):
         pages = f", huge pages={huge:.0%}" if huge else ""
         sparse = ", sparse=True" if self.sparse else ""
         return f"{self.weight.shape[0]}, {self.dim}, heads={len(self.sizes)}, std={self.std}{sparse}{pages}"
+
+
+class QuantizedMultiHeadEmbedding(nn.Module):
+    """`MultiHeadEmbedding` over a quantised table, which is frozen: the tensors are buffers, zeros until rows are loaded.
+
+    Buffers: `values` and `scales`, for "fp8" float8_e4m3fn [R, d] and float8_e8m0fnu [R, ceil(d / 32)], for "int8" int8
+    [R, d] and float32 [R], R as there (`engram.quantize` has formulas and error bounds). They keep their dtype where
+    a module is converted (`half()`, `to(torch.bfloat16)`), and a state dict with others is refused. On the CPU they lie
+    on huge pages where the system gives them.
+
+    Args:
+        sizes: rows of each of the C heads.
+        dim: d, width of a row.
+        format: "fp8" or "int8".
+        out_dtype: of the looked up rows: float64, float32, bfloat16 or float16; None: bfloat16.
+        row_multiple: as of `MultiHeadEmbedding`.
+        device: of the buffers.
+
+    Raises:
+        ValueError: no head, a size, width or multiple below 1, an unknown format or a wrong out_dtype.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        dim: int,
+        *,
+        format: str,
+        out_dtype: torch.dtype | None = None,
+        row_multiple: int = 1,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.sizes = tuple(int(size) for size in sizes)
+        self.dim = dim
+        self.format = format
+        self.out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
+        who = "QuantizedMultiHeadEmbedding"
+        if not self.sizes or min(*self.sizes, dim, row_multiple) < 1:
+            raise ValueError(f"{who}: needs sizes, dim and row_multiple >= 1, got {list(self.sizes)}, {dim} and "
+                             f"{row_multiple}")
+        quantize.check_format(who, format)
+        if self.out_dtype not in (torch.float64, torch.float32, *_HALF):
+            raise ValueError(f"{who}: out_dtype must be float64, float32, bfloat16 or float16, got {out_dtype}")
+        values, scales = quantize.zero_table(_table_rows(self.sizes, row_multiple), dim, format, device=device)
+        self.register_buffer("values", values)
+        self.register_buffer("scales", scales)
+
+    def reset_parameters(self) -> None:
+        """Set all rows to zero, as needed after `to_empty()`."""
+        for buffer in (self.values, self.scales):
+            buffer.view(torch.uint8).zero_()
+
+    def load_float_rows(self, begin: int, rows: Tensor) -> None:
+        """Quantise float rows into rows [begin, begin + n) of the table, chunk by chunk.
+
+        Args:
+            begin: first row to write.
+            rows: float [n, d] on any device, as of `quantize.quantize_table`.
+
+        Raises:
+            ValueError: rows of another width, outside the table or of another dtype than float; NaN, inf or too large.
+        """
+        if rows.dim() != 2 or rows.shape[1] != self.dim:
+            raise ValueError(f"QuantizedMultiHeadEmbedding: rows must be [n, {self.dim}], got {describe(rows)}")
+        end = begin + len(rows)
+        if begin < 0 or end > len(self.values):
+            raise ValueError(f"QuantizedMultiHeadEmbedding: rows must lie within [0, {len(self.values)}), "
+                             f"got [{begin}, {end})")
+        quantize.quantize_table(rows, self.format, out=(self.values[begin:end], self.scales[begin:end]))
+
+    def forward(self, rows: Tensor, mask: Tensor | None = None, plan: ops.RowPlan | None = None) -> Tensor:
+        """Look rows up.
+
+        Args:
+            rows: int32 or int64 [..., C], global rows: head offsets are already in.
+            mask: bool [...], False = zeros.
+            plan: there is no gradient that could use one; taken so that a caller need not know what table this is.
+
+        Returns:
+            [..., C, d] in `out_dtype`, without a gradient.
+
+        Raises:
+            IndexError: a row outside the table (CPU).
+            ValueError: a wrong shape, dtype or device.
+        """
+        if rows.dim() == 0 or rows.shape[-1] != len(self.sizes):
+            raise ValueError(f"QuantizedMultiHeadEmbedding: rows must be [..., {len(self.sizes)}], got {describe(rows)}")
+        lookup = ops.embedding_fp8 if self.format == "fp8" else ops.embedding_int8
+        return lookup(self.values, self.scales, rows, dtype=self.out_dtype, mask=mask)
+
+    def _apply(self, fn, recurse=True):
+        def same_dtype(buffer: Tensor) -> Tensor:
+            probe = fn(buffer.new_empty(0))
+            return fn(buffer) if probe.dtype == buffer.dtype else buffer.to(probe.device)
+
+        return super()._apply(same_dtype, recurse)
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        for name, own in (("values", self.values), ("scales", self.scales)):
+            loaded = state_dict.get(prefix + name)
+            if loaded is not None and loaded.dtype != own.dtype:
+                errors.append(f"{prefix}{name}: must be {own.dtype}, got {loaded.dtype}")
+                return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+
+    def extra_repr(self) -> str:
+        huge = huge_page_share(self.values)
+        pages = f", huge pages={huge:.0%}" if huge else ""
+        return f"{self.values.shape[0]}, {self.dim}, heads={len(self.sizes)}, format={self.format!r}, " \
+               f"out_dtype={self.out_dtype}{pages}"
 
 
 class ContextGate(nn.Module):
@@ -438,7 +551,8 @@ class Engram(nn.Module):
     Parameters: `embedding.weight` [R, d]; `key_proj.weight` [G * D, E] and `.bias`; `value_proj.weight` [D, E] and
     `.bias`; `gate.hidden_weight`, `gate.key_weight` [G, D] ([D] with `shared_norms`; no `gate` and `key_proj` where
     `gate` is "none"); `conv.weight` [G, D, K], `conv.norm_weight` [G, D] (no `conv` where `kernel_size` is 0).
-    Buffers: those of `hash`.
+    Buffers: those of `hash`; with a quantised `table_dtype` `embedding.values` and `embedding.scales` in place of the
+    weight, see QuantizedMultiHeadEmbedding.
 
     Args:
         config: of all Engram layers of the model.
@@ -470,10 +584,17 @@ class Engram(nn.Module):
         like = dict(device=device, dtype=dtype)
         width, out = config.memory_width, config.hidden_size
         self.hash = NgramHash(config, token_map, (layer_id,), device=device)
-        self.embedding = MultiHeadEmbedding(
-            layer_moduli(config, layer_id), config.embed_dim_per_head, config.sparse_grad,
-            std=config.table_std, row_multiple=config.row_multiple, device=device, dtype=config.table_dtype or dtype,
-        )
+        sizes, dim, multiple = layer_moduli(config, layer_id), config.embed_dim_per_head, config.row_multiple
+        if config.table_dtype in QUANTIZED:
+            self.embedding = QuantizedMultiHeadEmbedding(
+                sizes, dim, format="int8" if config.table_dtype == torch.int8 else "fp8",
+                out_dtype=dtype or torch.get_default_dtype(), row_multiple=multiple, device=device,
+            )
+        else:
+            self.embedding = MultiHeadEmbedding(
+                sizes, dim, config.sparse_grad,
+                std=config.table_std, row_multiple=multiple, device=device, dtype=config.table_dtype or dtype,
+            )
         gated = config.gate == "context"
         self.key_proj = nn.Linear(width, config.branches * out, config.bias, **like) if gated else None
         self.value_proj = nn.Linear(width, out, config.bias, **like)
@@ -753,6 +874,10 @@ class Engram(nn.Module):
 
     def extra_repr(self) -> str:
         return f"layer_id={self.layer_id}, hidden_size={self.config.hidden_size}, branches={self.config.branches}"
+
+
+def _table_rows(sizes: Sequence[int], row_multiple: int) -> int:
+    return -(-sum(sizes) // row_multiple) * row_multiple
 
 
 def _empty_weight(rows: int, dim: int, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
