@@ -1,4 +1,4 @@
-"""The hybrid-layer variant against the published module's vectors, an independent spelling in plain torch, and itself."""
+"""The hybrid-layer variant against the published module's vectors, a spelling of it in plain torch, and itself."""
 import copy
 
 import numpy as np
@@ -254,7 +254,7 @@ def test_a_state_dict_of_another_vocabulary_is_refused():
 @pytest.mark.parametrize("arguments, message", [
     (dict(hidden_size=0, vocab_size=9), "EngramLayer: hidden_size must be at least 1, got 0"),
     (dict(hidden_size=4, vocab_size=0), r"hashed_vocab_size must be in \[1, 2\*\*30\), got 0"),
-    (dict(hidden_size=4, vocab_size=9, engram_max_ngram_size=1), "NgramHasher: max_ngram_size must be at least 2, got 1"),
+    (dict(hidden_size=4, vocab_size=9, engram_max_ngram_size=1), "NgramHasher: max_ngram_size must be at least 2"),
     (dict(hidden_size=4, vocab_size=9, engram_n_heads_per_ngram=0), "n_heads_per_ngram must be at least 1, got 0"),
     (dict(hidden_size=4, vocab_size=9, engram_kernel_size=0), "engram_kernel_size must be at least 1, got 0"),
     (dict(hidden_size=4, vocab_size=9, engram_embed_dim_per_head=0), "engram_embed_dim_per_head must be at least 1"),

@@ -1,12 +1,12 @@
 """The hybrid-layer variant of Engram: a sequence mixer of its own rather than an addition before the attention.
 
-    memory = table[hash(ids)]                                                  raw ids, what lies before the start reads as 0
-    memory = memory + silu(layer_norm(conv(memory)))                           conv before the gate, norm after conv
+    memory = table[hash(ids)]                             raw ids; what lies before the start reads as 0
+    memory = memory + silu(layer_norm(conv(memory)))      conv before the gate, norm after conv
     alpha  = sigmoid(signed_sqrt(<layer_norm(key_proj(memory)), layer_norm(x)> / sqrt(D)))
     out    = out_proj(alpha * value_proj(memory))                              no residual: the block adds it
 
-Letters: B batch, T tokens, D hidden size, N largest n-gram, H heads per order, C = (N - 1) * H hash columns, d row width,
-E = C * d, K conv taps, V vocabulary. Source: `EngramLayer` of frankenstein-transformer, whose weights load as they are.
+Letters: B batch, T tokens, D hidden size, N largest n-gram, H heads per order, C = (N - 1) * H hash columns, d row
+width, E = C * d, K conv taps, V vocabulary. Source: `EngramLayer` of frankenstein-transformer, whose weights load as they are.
 """
 
 from typing import Any
@@ -99,15 +99,17 @@ class HeadTables(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
         loaded, own = state_dict.get(prefix + "offsets"), self._offsets("cpu")
         if loaded is not None and not loaded.is_meta and not torch.equal(loaded.cpu(), own):
-            errors.append(f"{prefix}offsets: must be {own.tolist()}, got {loaded.tolist()} (another vocab_size, or other "
-                          "orders or heads?)")
+            errors.append(f"{prefix}offsets: must be {own.tolist()}, got {loaded.tolist()} (another vocab_size, "
+                          "other orders or heads?)")
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
 
 class MemoryConv(nn.Module):
-    """`e + silu(layer_norm(conv(e)))`, the convolution causal, depthwise and dilated. Parameters: `conv.weight` [E, 1, K],
-    `norm.weight` and `norm.bias` [E]."""
+    """`e + silu(layer_norm(conv(e)))`, the convolution causal, depthwise and dilated.
+
+    Parameters: `conv.weight` [E, 1, K], `norm.weight` and `norm.bias` [E].
+    """
 
     def __init__(self, channels: int, kernel_size: int, dilation: int, **like: Any) -> None:
         super().__init__()
@@ -239,9 +241,8 @@ class EngramLayer(nn.Module):
             document_ids=document_ids, mask=visible, history=history,
         )[0]
         memory = self.multi_head_emb.embedding(rows, visible).flatten(-2)
-        memory = self.short_conv(
-            memory, document_ids=document_ids, mask=visible, state=None if state is None else state.conv, lengths=lengths
-        )
+        ring = None if state is None else state.conv
+        memory = self.short_conv(memory, document_ids=document_ids, mask=visible, state=ring, lengths=lengths)
         query = self.norm_query(x)
         key = self.norm_key(project(self.key_proj, memory)).to(query.dtype)
         value = project(self.value_proj, memory).to(query.dtype)
@@ -265,8 +266,8 @@ class EngramLayer(nn.Module):
             raise TypeError(f"EngramLayer: state must be an EngramState, got {type(state).__name__}")
         reaches = (state.history.reach, -1 if state.conv is None else state.conv.reach)
         if reaches != self._reaches() or state.batch_size != x.shape[0] or state.device != x.device:
-            raise ValueError(f"EngramLayer: state must come from this layer's init_state, for a batch of {x.shape[0]} on "
-                             f"{x.device}; got {state}")
+            raise ValueError("EngramLayer: state must come from this layer's init_state, for a batch of "
+                             f"{x.shape[0]} on {x.device}; got {state}")
 
     def _reaches(self) -> tuple[int, int]:
         """How many tokens before the first one hash and convolution read."""
