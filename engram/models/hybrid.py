@@ -6,7 +6,8 @@
     out    = out_proj(alpha * value_proj(memory))                              no residual: the block adds it
 
 Letters: B batch, T tokens, D hidden size, N largest n-gram, H heads per order, C = (N - 1) * H hash columns, d row
-width, E = C * d, K conv taps, V vocabulary. Source: `EngramLayer` of frankenstein-transformer, whose weights load as they are.
+width, E = C * d, K conv taps, V vocabulary. Source: `EngramLayer` of frankenstein-transformer, whose weights load as
+they are.
 """
 
 from typing import Any
