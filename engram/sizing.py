@@ -50,7 +50,7 @@ class Sizes:
         return LayerSizes(None, *(sum(getattr(layer, name) for layer in self.layers) for name in names))
 
     def __str__(self) -> str:
-        names = ("layer", "rows", "table parameters", "other parameters", "table bytes", "other bytes", "read per token")
+        names = ("layer", "rows", "table parameters", "other parameters", "table bytes", "other bytes", "read a token")
         lines = [names] + [
             ("all" if size.layer_id is None else str(size.layer_id), f"{size.rows:,}", f"{size.table_parameters:,}",
              f"{size.other_parameters:,}", f"{size.table_bytes:,} ({binary_unit(size.table_bytes)})",
