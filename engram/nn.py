@@ -72,8 +72,15 @@ class NgramHash(nn.Module):
         hashed = config.compressed_vocab_size
         if hashed is None:
             hashed = config.vocab_size if token_map is None else token_map.compressed_vocab_size
+        stands_for = {
+            "id": config.layer_ids, "index": range(len(config.layer_ids)), "none": [0] * len(config.layer_ids)
+        }[config.layer_seed]
         multipliers = [
-            tables.layer_multipliers(layer, config.max_ngram_size, hashed, config.seed) for layer in self.layer_ids
+            tables.layer_multipliers(
+                stands_for[config.layer_ids.index(layer)], config.max_ngram_size, hashed, config.seed,
+                config.multiplier_rule,
+            )
+            for layer in self.layer_ids
         ]
         moduli = [layer_moduli(config, layer) for layer in self.layer_ids]
         ids = () if token_map is None else token_map.ids
@@ -392,7 +399,7 @@ class Engram(nn.Module):
         device, dtype: of the parameters; the table follows `config.table_dtype` where that is set.
 
     Raises:
-        ValueError: a layer that is not in the configuration, or a map of another size.
+        ValueError: a layer that is not in the configuration, a map of another size, or `config.layout` "hybrid".
     """
 
     def __init__(
@@ -407,6 +414,9 @@ class Engram(nn.Module):
         super().__init__()
         if layer_id not in config.layer_ids:
             raise ValueError(f"Engram: layer_id must be one of {list(config.layer_ids)}, got {layer_id}")
+        if config.layout != "engram":
+            raise ValueError(f"Engram: layout must be 'engram', got {config.layout!r}: another topology, which "
+                             "engram.models.hybrid.EngramLayer has")
         self.config = config
         self.layer_id = layer_id
         like = dict(device=device, dtype=dtype)
@@ -683,7 +693,7 @@ def layer_moduli(config: EngramConfig, layer_id: int) -> tuple[int, ...]:
     bases = config.table_size
     if isinstance(bases, int):
         bases = (bases,) * (config.max_ngram_size - 1)
-    return tables.prime_moduli(len(config.layer_ids), config.heads_per_ngram, bases)[index]
+    return tables.prime_moduli(len(config.layer_ids), config.heads_per_ngram, bases, config.unique_primes)[index]
 
 
 def _map_fault(config: EngramConfig, vocab_size: int, compressed_vocab_size: int) -> str:
