@@ -10,7 +10,6 @@ from engram.tables import MAX_HASHED_VOCAB_SIZE
 if TYPE_CHECKING:
     from engram.sizing import Sizes
 
-
 QUANTIZED = (torch.float8_e4m3fn, torch.int8)  # table dtypes of frozen rows with scales
 _TABLE_DTYPES = {
     str(dtype).removeprefix("torch."): dtype

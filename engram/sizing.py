@@ -22,7 +22,7 @@ class LayerSizes:
 
     Attributes:
         layer_id: as in the configuration; None for the sum over all layers.
-        rows: of the table, all heads together.
+        rows: of the table, all heads together, unread ones at its end (`row_multiple`) included.
         table_parameters, other_parameters: numbers, scales and hash constants not counted.
         table_bytes: with the scales of a quantised table.
         other_bytes: of the other parameters.
@@ -145,22 +145,29 @@ def binary_unit(size: float) -> str:
 
 
 def _rows(config: EngramConfig) -> int:
-    return sum(sum(layer_moduli(config, layer)) for layer in config.layer_ids)
+    multiple = config.row_multiple
+    return sum(-(-sum(layer_moduli(config, layer)) // multiple) * multiple for layer in config.layer_ids)
 
 
 def _layer_sizes(config: EngramConfig, layer_id: int, dtype: torch.dtype | None) -> LayerSizes:
-    layer = Engram(config, layer_id, device="meta", dtype=dtype)
-    table = [*layer.embedding.parameters(), *layer.embedding.buffers()]
+    if config.layout == "hybrid":
+        from engram.models.hybrid import EngramLayer
+
+        layer = EngramLayer.from_config(config, device="meta", dtype=dtype)
+        embedding = layer.multi_head_emb.embedding
+    else:
+        layer = Engram(config, layer_id, device="meta", dtype=dtype)
+        embedding = layer.embedding
+    table = [*embedding.parameters(), *embedding.buffers()]
     inside = set(map(id, table))
     other = [parameter for parameter in layer.parameters() if id(parameter) not in inside]
-    rows, table_bytes = sum(layer.embedding.sizes), sum(tensor.nbytes for tensor in table)
-    held = max(tensor.shape[0] for tensor in table)
+    rows, table_bytes = table[0].shape[0], sum(tensor.nbytes for tensor in table)
     return LayerSizes(
         layer_id=layer_id,
         rows=rows,
-        table_parameters=rows * layer.embedding.dim,
+        table_parameters=rows * config.embed_dim_per_head,
         other_parameters=sum(parameter.numel() for parameter in other),
         table_bytes=table_bytes,
         other_bytes=sum(parameter.nbytes for parameter in other),
-        read_bytes_per_token=config.hash_columns * table_bytes // held,
+        read_bytes_per_token=config.hash_columns * table_bytes // rows,
     )

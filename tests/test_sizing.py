@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from engram import EngramConfig, nn, sizing
+from engram.models.hybrid import EngramLayer
 
 V41 = dict(hidden_size=5120, branches=4, vocab_size=129280, compressed_vocab_size=99092, max_ngram_size=4,
            embed_dim_per_head=256, table_size=16_000_000, layer_ids=(1, 14), kernel_size=0, bias=False)
@@ -42,6 +43,15 @@ def test_sizes_are_those_of_the_modules(fields, dtype):
         assert size.table_bytes + size.other_bytes == sum(p.nbytes for p in layer.parameters())
         assert size.read_bytes_per_token == layer.embedding(layer.hash(torch.zeros(1, 1, dtype=torch.int64))[0]).nbytes
     assert sizes.total.rows == sum(size.rows for size in sizes.layers) and sizes.total.layer_id is None
+
+
+def test_sizes_of_the_hybrid_layer():
+    config = EngramConfig.preset("hybrid-layer", hidden_size=24, vocab_size=101)
+    layer, sizes = EngramLayer.from_config(config), config.describe().total
+    table = layer.multi_head_emb.embedding.weight
+    assert (sizes.rows, sizes.table_bytes) == (len(table), table.nbytes)
+    assert sizes.table_parameters + sizes.other_parameters == sum(p.numel() for p in layer.parameters())
+    assert sizes.read_bytes_per_token == 8 * 32 * 4
 
 
 def test_text_and_dict():

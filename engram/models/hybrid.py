@@ -10,6 +10,7 @@ width, E = C * d, K conv taps, V vocabulary. Source: `EngramLayer` of frankenste
 they are.
 """
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from engram import ops, tables
 from engram.boundaries import check_tokenwise, describe, visible_tokens
+from engram.config import EngramConfig
 from engram.nn import MultiHeadEmbedding, project
 from engram.ops import Ring
 from engram.state import EngramState
@@ -183,6 +185,24 @@ class EngramLayer(nn.Module):
         for name in ("multipliers", "moduli"):
             self.register_buffer(name, self.hasher.constants(device)[name], persistent=False)
         self.register_load_state_dict_post_hook(_reset_constants)
+
+    @classmethod
+    def from_config(
+        cls, config: EngramConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "EngramLayer":
+        """The layer of `EngramConfig.preset("hybrid-layer", ...)`, the same for all `layer_ids`.
+
+        Raises:
+            ValueError: a field that has another value than this layer can have.
+        """
+        sizes = ("max_ngram_size", "heads_per_ngram", "embed_dim_per_head", "kernel_size", "seed")
+        given = {name: getattr(config, name) for name in ("hidden_size", "vocab_size", "layer_ids", *sizes)}
+        possible = EngramConfig.preset("hybrid-layer", **given)
+        for name in (field.name for field in fields(config)):
+            if getattr(config, name) != getattr(possible, name):
+                raise ValueError(f"EngramLayer: {name} must be {getattr(possible, name)!r}, got {getattr(config, name)!r}")
+        knobs = {f"engram_{name.replace('heads', 'n_heads')}": given[name] for name in sizes}
+        return cls(config.hidden_size, config.vocab_size, **knobs, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Give the constants of the hash their values again, as needed after `to_empty()`; parts reset themselves, and
