@@ -255,14 +255,18 @@ def test_from_the_preset():
     config = EngramConfig.preset("hybrid-layer", hidden_size=6, vocab_size=50, layer_ids=(1, 4), heads_per_ngram=2,
                                  embed_dim_per_head=4, max_ngram_size=4, kernel_size=2, seed=7)
     layer = EngramLayer.from_config(config, dtype=torch.float64)
-    same = EngramLayer(6, 50, **SMALL, engram_max_ngram_size=4, engram_kernel_size=2, engram_seed=7, dtype=torch.float64)
+    knobs = dict(engram_max_ngram_size=4, engram_kernel_size=2, engram_seed=7)
+    same = EngramLayer(6, 50, **SMALL, **knobs, dtype=torch.float64)
     same.load_state_dict(layer.state_dict())
     x, ids = torch.randn(2, 5, 6, dtype=torch.float64), torch.randint(50, (2, 5))
     assert layer(x, ids).equal(same(x, ids))
     rows = nn.NgramHash(config)(ids)  # the configuration says the same of the hash
     assert rows[0].equal(rows[1]) and rows[0].equal(layer.hasher.hash(ids) + layer.multi_head_emb.offsets)
-    for wrong, message in ((dict(table_size=9), "table_size must be 50, got 9"), (dict(bias=True), "bias must be False"),
-                           (dict(layout="engram"), "layout must be 'hybrid', got 'engram'")):
+    for wrong, message in (
+        (dict(table_size=9), "table_size must be 50, got 9"),
+        (dict(bias=True), "bias must be False, got True"),
+        (dict(layout="engram"), "layout must be 'hybrid', got 'engram'"),
+    ):
         with pytest.raises(ValueError, match=message):
             EngramLayer.from_config(EngramConfig.from_dict({**config.to_dict(), **wrong}))
 

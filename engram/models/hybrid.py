@@ -199,8 +199,9 @@ class EngramLayer(nn.Module):
         given = {name: getattr(config, name) for name in ("hidden_size", "vocab_size", "layer_ids", *sizes)}
         possible = EngramConfig.preset("hybrid-layer", **given)
         for name in (field.name for field in fields(config)):
-            if getattr(config, name) != getattr(possible, name):
-                raise ValueError(f"EngramLayer: {name} must be {getattr(possible, name)!r}, got {getattr(config, name)!r}")
+            value, only = getattr(config, name), getattr(possible, name)
+            if value != only:
+                raise ValueError(f"EngramLayer: {name} must be {only!r}, got {value!r}")
         knobs = {f"engram_{name.replace('heads', 'n_heads')}": given[name] for name in sizes}
         return cls(config.hidden_size, config.vocab_size, **knobs, device=device, dtype=dtype)
 

@@ -115,6 +115,24 @@ class TrainConfig:
             raise ValueError(f"not the settings of this version of engram: {error}") from None
 
 
+def model_config(config: TrainConfig, name: str, token_map: TokenMap) -> LanguageModelConfig:
+    """Of one of the two NAMES."""
+    common = dict(vocab_size=token_map.vocab_size, hidden_size=config.hidden_size, branches=config.branches)
+    engram = None
+    if name == ENGRAM:
+        engram = EngramConfig(
+            **common,
+            **TABLES,
+            table_size=config.table_size,
+            compressed_vocab_size=token_map.compressed_vocab_size,
+            layer_ids=config.engram_layers,
+            pad_id=0,  # END_OF_TEXT
+            seed=config.seed,
+            sparse_grad=config.optimizer != "adamw",
+        )
+    return LanguageModelConfig(**common, layers=config.layers, heads=config.heads, engram=engram)
+
+
 def build_optimizers(model: nn.Module, lr: float, table_optimizer: str) -> list[torch.optim.Optimizer]:
     """AdamW for the matrices, with weight decay, and for norms and taps, without; the other one for the tables."""
     matrices = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
@@ -149,7 +167,7 @@ class Comparison:
         self.models, self.optimizers = {}, {}
         for name in NAMES:
             torch.manual_seed(config.seed)
-            model = LanguageModel(self.model_config(name), self.token_map)
+            model = LanguageModel(model_config(config, name, self.token_map), self.token_map)
             if config.dtype == "float64":
                 model = model.double()
             self.models[name] = model.to(self.device)
@@ -157,26 +175,6 @@ class Comparison:
         self.step = 0
         self.seconds = dict.fromkeys(NAMES, 0.0)  # of the steps made here
         self.history = {"train": [], "held_out": []}
-
-    def model_config(self, name: str) -> LanguageModelConfig:
-        """Of one of the two NAMES."""
-        config = self.config
-        common = dict(
-            vocab_size=self.token_map.vocab_size, hidden_size=config.hidden_size, branches=config.branches
-        )
-        engram = None
-        if name == ENGRAM:
-            engram = EngramConfig(
-                **common,
-                **TABLES,
-                table_size=config.table_size,
-                compressed_vocab_size=self.token_map.compressed_vocab_size,
-                layer_ids=config.engram_layers,
-                pad_id=0,  # END_OF_TEXT
-                seed=config.seed,
-                sparse_grad=config.optimizer != "adamw",
-            )
-        return LanguageModelConfig(**common, layers=config.layers, heads=config.heads, engram=engram)
 
     def parameter_counts(self) -> dict[str, int]:
         """`{"baseline": n, "engram": n, "tables": n}`; the tables are part of "engram"."""
@@ -338,6 +336,29 @@ def read_metadata(path: str | os.PathLike) -> dict[str, str]:
     if not {"config", "step", "history", "corpus", "token_map"} <= metadata.keys():
         raise CheckpointError(f"{path} is not a checkpoint of engram train")
     return metadata
+
+
+def load_model(path: str | os.PathLike) -> tuple[LanguageModel, TokenMap, TrainConfig]:
+    """The model with Engram layers of a checkpoint, its token map and its settings, on the CPU.
+
+    Raises CheckpointError where the checkpoint cannot be read.
+    """
+    from safetensors import safe_open
+
+    config = TrainConfig.from_json(read_metadata(path)["config"])
+    prefix = f"{ENGRAM}.model."
+    with safe_open(path, framework="pt") as file:
+        state = {key.removeprefix(prefix): file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}
+    ids = state.get(f"engrams.{config.engram_layers[0]}.hash.token_map")
+    if ids is None:
+        raise CheckpointError(f"{path} has no token map")
+    try:
+        token_map = TokenMap(ids)
+        model = LanguageModel(model_config(config, ENGRAM, token_map))
+        model.to(state["embedding.weight"].dtype).load_state_dict(state)
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} does not fit its own settings: {error}") from None
+    return model, token_map, config
 
 
 def _fsync(path: Path) -> None:
