@@ -36,7 +36,8 @@ examples:
   engram inspect demo --text book.txt --set table_size=5000     what a smaller table would do
   engram inspect engram-run --text book.txt                     a trained model: its gates, too
 
-With --text, the --out folder gets bucket-load.png, row-use.png, unique-fraction.png and, of a trained model, gates.png."""
+With --text, the --out folder gets bucket-load.png, row-use.png, unique-fraction.png and, of a trained model,
+gates.png."""
 
 TRAINED_VOCAB_SIZE = 4096  # of the tokenizer that stands in: more would learn the text by heart
 RAW_DIALECTS = ("qwen3.8", "hybrid-layer")  # hash raw ids; the others hash what a token map gives
@@ -63,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="tokenizer.json (default: the checkpoint's own; for a configuration a BPE of "
                              f"{TRAINED_VOCAB_SIZE} tokens, trained on the text)")
     parser.add_argument("--ids", choices=("compressed", "raw"),
-                        help="what is hashed: ids of the token map, or raw ones (default: as the configured model does)")
+                        help="what is hashed: ids of the token map, or raw ones (default: as the model does)")
     parser.add_argument("--tokens", type=int, default=100_000, metavar="N", help="tokens to look at (default: 100000)")
     parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE",
                         help="other values for fields of the configuration, as JSON")
@@ -110,7 +111,7 @@ def summary(config: EngramConfig) -> str:
     """One line."""
     hashed = "" if config.compressed_vocab_size is None else f" ({config.compressed_vocab_size:,} compressed)"
     layers = ", ".join(map(str, config.layer_ids))
-    return (f"layers {layers}, n-grams of 2 to {config.max_ngram_size} tokens, {config.heads_per_ngram} heads an order, "
+    return (f"layers {layers}, n-grams of 2 to {config.max_ngram_size} tokens, {config.heads_per_ngram} heads each, "
             f"rows of {config.embed_dim_per_head}, width {config.hidden_size} x {config.branches}, "
             f"vocabulary {config.vocab_size:,}{hashed}")
 
@@ -286,7 +287,7 @@ def plot(hashed: HashStatistics, gates: GateRecord | None, out: Path) -> list[Pa
 
     drawn = {}
     for name, attribute, xlabel in (("bucket-load", "loads", "different n-grams in a row"),
-                                    ("row-use", "reads", "times a row is read")):
+                                    ("row-use", "reads", "times a row is read, by powers of two")):
         drawn[name], axes = figure(len(layers), xlabel=xlabel, ylabel="rows", yscale="log")
         for axis, layer in zip(axes, layers):
             axis.set_title(f"layer {layer}: one line a head")
@@ -303,7 +304,7 @@ def plot(hashed: HashStatistics, gates: GateRecord | None, out: Path) -> list[Pa
             axis.set_xticks(range(len(ticks)), ticks)
             axis.legend()
 
-    drawn["unique-fraction"], axes = figure(len(layers), xlabel="n-gram order", ylabel="share", ylim=(0, 1.05))
+    drawn["unique-fraction"], axes = figure(len(layers), xlabel="n-gram order", ylabel="share", ylim=(0, 1.3))
     for axis, layer in zip(axes, layers):
         usages = [usage for usage in hashed.orders if usage.layer_id == layer]
         for shift, label, values in ((-0.2, "different n-grams of all", [u.unique for u in usages]),
@@ -311,7 +312,7 @@ def plot(hashed: HashStatistics, gates: GateRecord | None, out: Path) -> list[Pa
             axis.bar([usage.order + shift for usage in usages], values, width=0.4, label=label)
         axis.set_xticks([usage.order for usage in usages])
         axis.set_title(f"layer {layer}")
-        axis.legend()
+        axis.legend(loc="upper left")
 
     if gates is not None and gates.layers:
         drawn["gates"], axes = figure(len(gates.layers), xlabel="gate", ylabel="share of tokens")
