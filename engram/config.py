@@ -28,7 +28,7 @@ _CHOICES = {
     "layer_seed": ("id", "index", "none"),
     "layout": ("engram", "hybrid"),
     "multiplier_rule": ("pcg64", "splitmix64"),
-    "reference_keys": ("demo", "deepseek-v4.1", "qwen3.8", "branch-gate", "hybrid-layer"),
+    "reference_keys": ("demo", "deepseek-v4.1", "qwen3.8", "branch-gate"),
     "zero_rule": ("sign", "copysign"),
 }
 
@@ -59,7 +59,6 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "hybrid-layer": dict(
         layout="hybrid", heads_per_ngram=4, embed_dim_per_head=32, table_size="vocab_size", layer_ids=(0,), pad_id=0,
         seed=42, layer_seed="none", unique_primes=False, bias=False, norm_eps=1e-5, conv_init="default",
-        reference_keys="hybrid-layer",
     ),
     # The published model has 124M parameters: GPT-2's small one, whose sizes these are.
     "branch-gate": dict(
@@ -127,7 +126,7 @@ class EngramConfig:
         layout: "engram" (`nn.Engram`), or "hybrid", the variant with the convolution before the gate
             (`engram.models.hybrid.EngramLayer`).
         reference_keys: whose key names `nn.Engram.load_reference_state_dict` reads, one of "demo", "deepseek-v4.1",
-            "qwen3.8", "branch-gate" and "hybrid-layer".
+            "qwen3.8" and "branch-gate".
 
     Raises:
         ValueError: a wrong value; the message names field, value and rule.

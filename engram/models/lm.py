@@ -242,7 +242,9 @@ class LanguageModel(nn.Module):
         for index, block in enumerate(self.blocks):
             if str(index) in self.engrams:
                 kept = None if state is None else state.engrams[str(index)]
-                h = h + self.engrams[str(index)](h, token_ids, document_ids=document_ids, mask=mask, state=kept)
+                h = h + self.engrams[str(index)](
+                    h, token_ids, document_ids=document_ids, mask=mask, state=kept, residual=False
+                )
             h = block(h, rotation, look, None if state is None else state.kv[index][:, :, :, : before + tokens])
         if state is not None:
             state.length += tokens

@@ -1,0 +1,36 @@
+// The walk over the slots of a lookup, shared by the kernels that look rows up. Included once per instruction set by
+// the kernel bodies, after vec.h (no include guard; see foreach_isa.h).
+
+namespace engram::cpu::ENGRAM_ISA {
+
+// Far enough ahead for a row to arrive from memory, near enough to stay in the first-level cache until it is used.
+constexpr int64_t kPrefetchSlots = 16;
+
+ENGRAM_INLINE void prefetch(const void* from, int64_t bytes) {
+  for (int64_t b = 0; b < std::min<int64_t>(bytes, 512); b += 64)
+    __builtin_prefetch(static_cast<const char*>(from) + b);
+}
+
+// For the slots [begin, end): read(slot, row), or skip(slot) where no row is to be read; ahead(row) some slots before.
+// Returns the first slot whose row is outside the table (and is no other shard's), or kNoBadRow.
+template <typename Args, typename Ahead, typename Read, typename Skip>
+ENGRAM_INLINE int64_t for_each_slot(const Args& a, int64_t begin, int64_t end, Ahead&& ahead, Read&& read,
+                                    Skip&& skip) {
+  int64_t bad = kNoBadRow;
+  for (int64_t slot = begin; slot < end; ++slot) {
+    if (slot + kPrefetchSlots < end) {
+      const int64_t row = local_row(a, slot + kPrefetchSlots);
+      if (row >= 0 && row < a.table_rows) ahead(row);
+    }
+    const int64_t row = local_row(a, slot);
+    if (row >= 0 && row < a.table_rows) {
+      read(slot, row);
+    } else {
+      skip(slot);
+      if (row < 0 && bad == kNoBadRow) bad = slot;
+    }
+  }
+  return bad;
+}
+
+}  // namespace engram::cpu::ENGRAM_ISA
