@@ -10,6 +10,7 @@ width, E = C * d, K conv taps, V vocabulary. Source: `EngramLayer` of frankenste
 they are.
 """
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -22,6 +23,7 @@ from engram.boundaries import check_tokenwise, describe, visible_tokens
 from engram.config import EngramConfig
 from engram.nn import MultiHeadEmbedding, project
 from engram.ops import Ring
+from engram.reference_keys import ReferenceTensor, faults
 from engram.state import EngramState
 
 __all__ = ["EngramLayer", "NgramHasher"]
@@ -206,8 +208,12 @@ class EngramLayer(nn.Module):
         return cls(config.hidden_size, config.vocab_size, **knobs, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Give the constants of the hash their values again, as needed after `to_empty()`; parts reset themselves, and
-        loading a state dict does it, too."""
+        """`reset_constants`; parts reset themselves."""
+        self.reset_constants()
+
+    def reset_constants(self) -> None:
+        """Give what the hash needs its values again, as needed after `to_empty()`; loading weights does it, too."""
+        self.multi_head_emb.reset_parameters()
         constants = self.hasher.constants(self.multi_head_emb.offsets.device)
         self.multipliers, self.moduli = constants["multipliers"], constants["moduli"]
 
@@ -314,6 +320,36 @@ class EngramLayer(nn.Module):
         conv = {"x": weight.new_zeros(batch_size, 0, 1, self.key_proj.in_features)}
         return EngramState(Ring(history, ids, max_rollback), Ring(conv, taps, max_rollback))
 
+    def reference_tensors(self) -> dict[str, ReferenceTensor]:
+        """What a checkpoint of the published module consists of, for `load_reference_checkpoint`: its state dict."""
+        return {name: ReferenceTensor((tensor.detach(),), constant=name.endswith(".offsets"))
+                for name, tensor in self.state_dict().items()}
+
+    def load_reference_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """`load_state_dict`, but nothing is copied where anything is wrong.
+
+        Raises:
+            ValueError: names every key that is missing, unexpected, of another shape or dtype, and other offsets.
+            RuntimeError: the module is on the meta device.
+        """
+        op, tensors = "load_reference_state_dict", self.reference_tensors()
+        if found := faults(tensors, state_dict):
+            raise ValueError(f"{op}: {'; '.join(found)}")
+        if self.key_proj.weight.is_meta:
+            raise RuntimeError(f"{op}: the module is on the meta device; call to_empty() first")
+        self.reset_constants()
+        tensors = self.reference_tensors()
+        for name, tensor in tensors.items():
+            if tensor.constant and (fault := tensor.constant_fault(name, state_dict[name])):
+                raise ValueError(f"{op}: {fault}")
+        for name, tensor in tensors.items():
+            if not tensor.constant:
+                tensor.copy_rows(0, state_dict[name])
+
+    def to_reference_state_dict(self) -> dict[str, Tensor]:
+        """The weights under the published names, which are this module's own; they share memory."""
+        return {name: tensor.read() for name, tensor in self.reference_tensors().items()}
+
     def extra_repr(self) -> str:
         hasher = self.hasher
         return f"hidden_size={self.hidden_size}, vocab_size={hasher.base_vocab_size}, " \
@@ -321,4 +357,4 @@ class EngramLayer(nn.Module):
 
 
 def _reset_constants(layer: EngramLayer, incompatible_keys: Any) -> None:
-    layer.reset_parameters()
+    layer.reset_constants()
