@@ -195,6 +195,8 @@ def _layers(op: str, target: nn.Module, prefix: str) -> list[_Layer]:
                              f"got {prefix!r}") from error
         if label in found:
             raise ValueError(f"{op}: two layers have the prefix {label!r}; put {{layer}} or {{name}} into it")
+        if hasattr(module, "reset_constants"):  # EngramLayer, whose hash depends on nothing but its own sizes
+            module.reset_constants()
         quantized = getattr(getattr(module, "config", None), "table_dtype", None) in QUANTIZED
         found[label] = _Layer(module, label, module.reference_tensors(), quantized)
     if not found:
@@ -210,14 +212,10 @@ def _refuse_meta(op: str, layers: list[_Layer]) -> None:
 
 def _refuse_unset(op: str, layers: list[_Layer]) -> None:
     """Not every checkpoint has the constants of the hash, and after to_empty() they are whatever lay in memory."""
-    for layer in layers:
-        module = layer.module
-        if isinstance(module, Engram):
-            if module.hash.moduli.tolist() != [list(layer_moduli(module.config, module.layer_id))]:
-                raise RuntimeError(f"{op}: the hash constants of layer {module.layer_id} are not set; call "
-                                   "hash.reset_parameters() after to_empty()")
-        else:
-            module.reset_constants()
+    for module in (layer.module for layer in layers if isinstance(layer.module, Engram)):
+        if module.hash.moduli.tolist() != [list(layer_moduli(module.config, module.layer_id))]:
+            raise RuntimeError(f"{op}: the hash constants of layer {module.layer_id} are not set; call "
+                               "hash.reset_parameters() after to_empty()")
 
 
 def _copy(
@@ -378,7 +376,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         try:
             header = json.loads(file.read(length), object_pairs_hook=unique)
             header.pop("__metadata__", None)
-        except (ValueError, AttributeError, RecursionError) as error:
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
             raise malformed(f"its header is no JSON object ({error})") from None
     found, end, begin = {}, 0, 8 + length
     try:
