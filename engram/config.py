@@ -62,7 +62,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
     ),
     # The published model has 124M parameters: GPT-2's small one, whose sizes these are.
     "branch-gate": dict(
-        hidden_size=768, branches=4, vocab_size=50257, kernel_size=0, shared_norms=True, reference_keys="branch-gate",
+        hidden_size=768, branches=4, vocab_size=50257, layer_ids=(1,), kernel_size=0, shared_norms=True,
+        reference_keys="branch-gate",
     ),
 }
 
