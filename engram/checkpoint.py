@@ -25,7 +25,7 @@ from engram.reference_keys import ReferenceTensor, faults, pieces_of, quantize_b
 __all__ = ["load_reference_checkpoint", "save_reference_checkpoint"]
 
 INDEX = "model.safetensors.index.json"
-CHUNK_BYTES = 1 << 24
+CHUNK_BYTES = 1 << 23
 MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
