@@ -7,17 +7,22 @@ import torch
 from engram import EngramConfig, nn, sizing
 from engram.models.hybrid import EngramLayer
 
-V41 = dict(hidden_size=5120, branches=4, vocab_size=129280, compressed_vocab_size=99092, max_ngram_size=4,
-           embed_dim_per_head=256, table_size=16_000_000, layer_ids=(1, 14), kernel_size=0, bias=False)
+V41 = EngramConfig.preset("deepseek-v4.1-flash")
 
 
-def test_rows_of_deepseek_v41():
-    sizes = EngramConfig(**V41).describe(torch.bfloat16)
+def test_deepseek_v41():
+    sizes = V41.describe(torch.bfloat16)
     assert [layer.rows for layer in sizes.layers] == [384006168, 384016682]
     assert [layer.layer_id for layer in sizes.layers] == [1, 14]
     assert sizes.layers[0].other_parameters == 6144 * 25600 + 2 * 4 * 5120
-    assert sizes.total.table_bytes == (384006168 + 384016682) * 512
-    assert sizes.total.read_bytes_per_token == 2 * 24 * 512
+    assert sizes.total.table_parameters == (384006168 + 384016682) * 256
+    assert sizes.total.table_bytes == (384006168 + 384016682) * 264
+    assert [layer.read_bytes_per_token for layer in (*sizes.layers, sizes.total)] == [6336, 6336, 12672]
+
+
+def test_qwen():
+    total = EngramConfig.preset("qwen3.8-flash-next").describe(torch.bfloat16).total
+    assert (total.rows, total.table_bytes, total.read_bytes_per_token) == (320001536, 320001536 * 320, 5120)
 
 
 def test_parameters_of_the_paper():
@@ -28,7 +33,8 @@ def test_parameters_of_the_paper():
 @pytest.mark.parametrize("fields", [
     {}, dict(branches=2, kernel_size=0), dict(bias=False, table_dtype="bfloat16"),
     dict(max_ngram_size=2, layer_ids=(3,)),
-    dict(moduli=((1,) * 8, (5,) * 8), heads_per_ngram=4),
+    dict(moduli=((1,) * 8, (5,) * 8), heads_per_ngram=4), dict(table_dtype="float8_e4m3fn"), dict(table_dtype="int8"),
+    dict(row_multiple=128, shared_norms=True), dict(gate="none"),
 ])
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_sizes_are_those_of_the_modules(fields, dtype):
@@ -36,12 +42,14 @@ def test_sizes_are_those_of_the_modules(fields, dtype):
     sizes = config.describe(dtype)
     for size, layer_id in zip(sizes.layers, config.layer_ids, strict=True):
         layer = nn.Engram(config, layer_id, dtype=dtype)
-        table = layer.embedding.weight
-        assert size.layer_id == layer_id and (size.rows, size.table_parameters) == (len(table), table.numel())
-        assert size.table_parameters + size.other_parameters == sum(p.numel() for p in layer.parameters())
-        assert size.table_bytes == table.nbytes
-        assert size.table_bytes + size.other_bytes == sum(p.nbytes for p in layer.parameters())
-        assert size.read_bytes_per_token == layer.embedding(layer.hash(torch.zeros(1, 1, dtype=torch.int64))[0]).nbytes
+        table = dict(layer.embedding.state_dict())
+        other = [p for name, p in layer.named_parameters() if not name.startswith("embedding.")]
+        rows = next(iter(table.values()))
+        assert size.layer_id == layer_id and (size.rows, size.table_parameters) == (len(rows), rows.numel())
+        assert size.other_parameters == sum(p.numel() for p in other)
+        assert size.table_bytes == sum(tensor.nbytes for tensor in table.values())
+        assert size.other_bytes == sum(p.nbytes for p in other)
+        assert size.read_bytes_per_token == sum(tensor[0].nbytes for tensor in table.values()) * config.hash_columns
     assert sizes.total.rows == sum(size.rows for size in sizes.layers) and sizes.total.layer_id is None
 
 
@@ -55,12 +63,12 @@ def test_sizes_of_the_hybrid_layer():
 
 
 def test_text_and_dict():
-    sizes = EngramConfig(**V41).describe(torch.bfloat16)
+    sizes = V41.describe(torch.bfloat16)
     text = str(sizes)
     lines = text.splitlines()
     assert len(lines) == 4 and len({len(line) for line in lines}) == 1 and repr(sizes) == text
     assert lines[1].split()[:2] == ["1", "384,006,168"] and lines[3].split()[0] == "all" and "GiB" in text
-    assert lines[3].endswith("24,576 B")
+    assert lines[3].endswith("12,672 B")
     record = json.loads(json.dumps(sizes.to_dict()))
     assert record["layers"][1]["rows"] == 384016682 and record["total"]["rows"] == 384006168 + 384016682
 
@@ -72,7 +80,8 @@ def test_units(size, text):
 
 @pytest.mark.parametrize("unit", sizing.UNITS)
 @pytest.mark.parametrize("budget", [300_000, 10**9, 4 * 2**40])
-@pytest.mark.parametrize("fields", [{}, dict(layer_ids=(2,), max_ngram_size=4, table_dtype="bfloat16", pad_id=1)])
+@pytest.mark.parametrize("fields", [{}, dict(layer_ids=(2,), max_ngram_size=4, table_dtype="bfloat16", pad_id=1),
+                                    dict(row_multiple=128, table_dtype="int8")])
 def test_suggested_tables_fit_and_leave_little(unit, budget, fields):
     config = EngramConfig.suggest(budget=budget, unit=unit, hidden_size=128, vocab_size=1000, **fields)
     total = config.describe().total
@@ -82,7 +91,7 @@ def test_suggested_tables_fit_and_leave_little(unit, budget, fields):
     assert used <= budget < (bigger.table_bytes if unit == "bytes" else bigger.table_parameters)
     assert used > 0.95 * budget or budget < 10**6
     for name, value in fields.items():
-        assert getattr(config, name) == (torch.bfloat16 if value == "bfloat16" else value)
+        assert getattr(config, name) == (getattr(torch, value) if isinstance(value, str) else value)
 
 
 @pytest.mark.parametrize("hidden_size, columns, width", [
