@@ -79,10 +79,14 @@ def test_the_statistics_are_those_of_the_named_tokenizer(capsys, texts, tmp_path
         assert ("hashed as raw ids" in text) == bool(options) and "trained on the text" not in text
 
 
-def test_raw_ids_are_those_of_the_dialect(capsys, texts, tmp_path):
-    for preset, raw in (("qwen3.8-flash-next", True), ("demo", False), ("deepseek-v4.1-flash", False)):
-        _, text = inspect_json(capsys, preset, "--text", texts / "00.py", "--tokens", 50, "--out", tmp_path / "out")
-        assert ("hashed as raw ids" in text) == raw, preset
+@pytest.mark.parametrize("preset, fields, raw", [
+    ("qwen3.8-flash-next", [], True), ("hybrid-layer", ["hidden_size=8", "vocab_size=300"], True), ("demo", [], False),
+    ("deepseek-v4.1-flash", [], False), ("qwen3.8-flash-next", ["compressed_vocab_size=99"], False),
+])
+def test_raw_ids_where_the_model_hashes_those(capsys, texts, tmp_path, preset, fields, raw):
+    arguments = ["--set", "layer_ids=[0]", *fields, "--text", texts / "00.py", "--tokens", 50, "--out", tmp_path / "out"]
+    _, text = inspect_json(capsys, preset, *arguments)
+    assert ("hashed as raw ids" in text) == raw
 
 
 def test_gates_of_a_checkpoint(capsys, texts, tmp_path):

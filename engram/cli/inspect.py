@@ -40,7 +40,6 @@ With --text, the --out folder gets bucket-load.png, row-use.png, unique-fraction
 gates.png."""
 
 TRAINED_VOCAB_SIZE = 4096  # of the tokenizer that stands in: more would learn the text by heart
-RAW_DIALECTS = ("qwen3.8", "hybrid-layer")  # hash raw ids; the others hash what a token map gives
 
 
 @dataclass
@@ -186,9 +185,8 @@ def tokenise(subject: Subject, options: argparse.Namespace) -> tuple[Tensor, Ten
     config = subject.config
     if int(ids.max()) >= config.vocab_size:
         raise UsageError(f"the tokenizer gives token {int(ids.max())}, the vocabulary has {config.vocab_size}")
-    raw = options.ids == "raw" or options.ids is None and (
-        config.compressed_vocab_size is None and config.reference_keys in RAW_DIALECTS
-    )
+    published_raw = config.reference_keys == "qwen3.8" or config.layout == "hybrid"  # the others have a token map
+    raw = options.ids == "raw" or options.ids is None and published_raw and config.compressed_vocab_size is None
     if subject.model is not None:
         if options.ids == "raw":
             raise UsageError(f"--ids raw contradicts {subject.name}, whose hash has a token map")
