@@ -84,8 +84,8 @@ def test_the_statistics_are_those_of_the_named_tokenizer(capsys, texts, tmp_path
     ("deepseek-v4.1-flash", [], False), ("qwen3.8-flash-next", ["compressed_vocab_size=99"], False),
 ])
 def test_raw_ids_where_the_model_hashes_those(capsys, texts, tmp_path, preset, fields, raw):
-    arguments = ["--set", "layer_ids=[0]", *fields, "--text", texts / "00.py", "--tokens", 50, "--out", tmp_path / "out"]
-    _, text = inspect_json(capsys, preset, *arguments)
+    given = ["--set", "layer_ids=[0]", *fields]
+    _, text = inspect_json(capsys, preset, *given, "--text", texts / "00.py", "--tokens", 50, "--out", tmp_path / "out")
     assert ("hashed as raw ids" in text) == raw
 
 
