@@ -1,11 +1,14 @@
 """Configuration of the Engram layers of one model."""
 import math
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Mapping
+from typing import TYPE_CHECKING, Any, Mapping
 
 import torch
 
 from engram.tables import MAX_HASHED_VOCAB_SIZE
+
+if TYPE_CHECKING:
+    from engram.sizing import Sizes
 
 QUANTIZED = (torch.float8_e4m3fn, torch.int8)  # table dtypes of frozen rows with scales
 _TABLE_DTYPES = {
@@ -276,6 +279,19 @@ class EngramConfig:
         if values.get("table_size") == "vocab_size":
             values["table_size"] = values.get("vocab_size")
         return cls.from_dict(values)
+
+    def describe(self, dtype: torch.dtype | None = None) -> "Sizes":
+        """Rows, parameters, bytes and bytes read per token of all layers; see `engram.sizing.describe`."""
+        from engram.sizing import describe
+
+        return describe(self, dtype)
+
+    @classmethod
+    def suggest(cls, budget: int, **given: Any) -> "EngramConfig":
+        """The configuration with the largest tables that fit a budget; see `engram.sizing.suggest`."""
+        from engram.sizing import suggest
+
+        return suggest(budget, **given)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -382,6 +382,29 @@ def read_metadata(path: str | os.PathLike) -> dict[str, str]:
     return metadata
 
 
+def load_model(path: str | os.PathLike) -> tuple[LanguageModel, TokenMap, TrainConfig]:
+    """The model with Engram layers of a checkpoint, its token map and its settings, on the CPU.
+
+    Raises CheckpointError where the checkpoint cannot be read.
+    """
+    from safetensors import safe_open
+
+    config = TrainConfig.from_json(read_metadata(path)["config"])
+    prefix = f"{ENGRAM}.model."
+    with safe_open(path, framework="pt") as file:
+        state = {key.removeprefix(prefix): file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}
+    ids = state.get(f"engrams.{config.engram_layers[0]}.hash.token_map")
+    if ids is None:
+        raise CheckpointError(f"{path} has no token map")
+    try:
+        token_map = TokenMap(ids)
+        model = LanguageModel(model_config(config, token_map, True))
+        model.to(state["embedding.weight"].dtype).load_state_dict(state)
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} does not fit its own settings: {error}") from None
+    return model, token_map, config
+
+
 def _fsync(path: Path) -> None:
     """Wait until a file's content, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
