@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _STEP = 1 << 16  # rows dequantised at a time; a multiple of every block
 _RAW = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int8)  # copied byte for byte, never converted
-_E4M3_MAX = 448.0
 
 
 class Key(NamedTuple):
@@ -264,16 +263,18 @@ def dequantize_blocks(values: Tensor, scales: Tensor, block: tuple[int, int]) ->
 def quantize_blocks(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """e4m3 values and E8M0 scales of a matrix [n, m], one scale a block of (rows, columns).
 
-    A block's scale is the smallest power of two with which its largest value is at most 448, so values that came out
-    of `dequantize_blocks` come back exactly. Everything else is rounded to the nearest.
+    The rule of `engram.quantize` for blocks of any shape: the smallest power of two with max|x| <= 464 * scale, half a
+    step above the largest e4m3 number. What came out of `dequantize_blocks` comes back exactly, all else is rounded to
+    the nearest. Not checked: what is not finite comes back as NaN.
     """
     (rows, columns), (high, wide) = weight.shape, block
     padded = torch.nn.functional.pad(weight.float(), (0, -columns % wide, 0, -rows % high))
     blocks = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).transpose(1, 2)
     largest = blocks.abs().amax((2, 3))
-    mantissa, exponent = torch.frexp(largest / _E4M3_MAX)
-    exponent = (exponent - (mantissa == 0.5).int()).clamp(-127, 127)
+    fraction, exponent = torch.frexp(largest)  # 464 = 0.90625 * 2**9
+    exponent = (exponent - 9 + (fraction > 0.90625).int()).clamp(-127, 127)
     exponent = torch.where(largest > 0, exponent, 0)
-    values = torch.ldexp(blocks, -exponent[..., None, None]).to(torch.float8_e4m3fn)
+    scaled = torch.ldexp(blocks, -exponent[..., None, None]).clamp(-448, 448)
+    values = scaled.to(torch.float8_e4m3fn)
     scales = (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
     return values.transpose(1, 2).flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous(), scales
