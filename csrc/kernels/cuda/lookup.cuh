@@ -74,9 +74,9 @@ __global__ void __launch_bounds__(kScaledThreads)
 
 template <typename Format>
 cudaError_t scaled_lookup(const typename Format::Args& a, int32_t* bad, cudaStream_t stream) {
-  if (a.slots == 0) return cudaSuccess;
+  if (a.slots == 0 || a.width == 0) return cudaSuccess;
   constexpr int64_t N = kLaneElements<typename Format::Out>;
-  const int64_t chunks = divide_up(a.width < 1 ? 1 : a.width, N);
+  const int64_t chunks = divide_up(a.width, N);
   if (chunks > 1 << 30) return cudaErrorInvalidValue;
   const int64_t fit = kScaledThreads * kChunksInFlight * 2 / chunks;
   const int slots_per_block = static_cast<int>(fit < 1 ? 1 : fit < kScaledThreads ? fit : kScaledThreads);
