@@ -15,7 +15,7 @@ from benchmarks.shapes import (
     SHAPES, TABLES, Shape, config, huge_page_share, make_table, token_map, token_sets,
 )
 from benchmarks.timing import Contender
-from engram import nn, ops, reference
+from engram import empty_table, nn, ops, quantize, reference
 from samples import DIFFERENTIABLE, named
 
 FORWARD, BOTH, BACKWARD = "forward", "forward + backward", "backward"
@@ -75,6 +75,8 @@ class Choice:
 DEFAULT_SHAPES = {
     "ngram_hash": ("A", "H"),
     "embedding": ("A64", "B", "A", "L"),
+    "embedding_fp8": ("W", "A"),
+    "embedding_int8": ("W", "A"),
     "gate": ("A",),
     "short_conv": ("A",),
     "gate_conv": ("A", "B", "P", "A1", "A64"),
@@ -100,6 +102,9 @@ def works(choice: Choice) -> Iterator[Work]:
                     continue
                 if op == "embedding":
                     yield from _embedding_works(name, shape, dtype, choice)
+                    continue
+                if op in ("embedding_fp8", "embedding_int8"):
+                    yield from _quantized_works(op, name, shape, dtype, choice)
                     continue
                 build = _module_contenders if op == "module" else _gate_contenders
                 for direction in (FORWARD, BOTH):
@@ -282,6 +287,48 @@ def _lookup_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
     if choice.compiler and limits.loops() is not None:
         yield contender("gather loop", lambda rows: limits.gather(small, rows))
         yield contender("gather loop, 2 MiB pages", lambda rows: limits.gather(huge, rows))
+
+
+# embedding_fp8, embedding_int8
+
+def _quantized_works(op: str, name: str, shape: Shape, dtype: torch.dtype, choice: Choice) -> Iterator[Work]:
+    scales = -(-shape.row_width // 32) if op == "embedding_fp8" else 4
+    row = shape.row_width * (1 + dtype.itemsize) + scales + 8       # with its id
+    for table in choice.tables:
+        for ids in choice.ids:
+            if FORWARD in choice.directions:
+                build = partial(_quantized_contenders, choice=choice)
+                yield Work(op, FORWARD, name, shape, dtype, build, shape.count * shape.columns * row, table, ids,
+                           device=choice.device)
+
+
+def _quantized_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
+    """`work.table` is the size of the values; all tables lie on 2 MiB pages, as those of the modules do."""
+    settings = config(work.sizes, TABLES[work.table], torch.int8)
+    width, number = settings.embed_dim_per_head, sum(nn.layer_moduli(settings, 1))
+    sets, lookup = row_sets(work, settings), getattr(ops, work.op)
+    values, scales = quantize.zero_table(number, width, work.op.removeprefix("embedding_"), device=work.device)
+    values.view(torch.int8).random_(0, 127)
+    scales.view(torch.uint8).fill_(120) if work.op == "embedding_fp8" else scales.uniform_()
+    plain = peers.dequantized_lookup(values, scales, work.dtype)
+
+    def contender(name: str, function, compared: bool = True) -> Contender:
+        def call(i):
+            with torch.no_grad():
+                return function(sets[i % len(sets)])
+
+        return Contender(name, call, compare=(lambda out: [out.reshape(-1)]) if compared else None)
+
+    yield contender("ours", lambda rows: lookup(values, scales, rows, dtype=work.dtype))
+    yield contender("eager", plain)
+    if choice.compiler:
+        yield contender("compile", peers.compiled(plain))
+    if work.device == "cpu":
+        floats = empty_table(number, width, dtype=work.dtype)
+        floats.view(torch.uint8).fill_(1)
+        yield contender("a float table", lambda rows: ops.embedding(floats, rows), compared=False)
+        if choice.compiler and limits.loops() is not None:
+            yield contender("gather loop of the values", lambda rows: limits.gather(values, rows), compared=False)
 
 
 # the whole layer

@@ -298,12 +298,12 @@ class MultiHeadEmbedding(nn.Module):
 
 
 class QuantizedMultiHeadEmbedding(nn.Module):
-    """`MultiHeadEmbedding` over a quantised table, which is frozen: the tensors are buffers, zeros until rows are loaded.
+    """`MultiHeadEmbedding` over a quantised table, which is frozen: its tensors are buffers, zeros until rows are loaded.
 
-    Buffers: `values` and `scales`, for "fp8" float8_e4m3fn [R, d] and float8_e8m0fnu [R, ceil(d / 32)], for "int8" int8
-    [R, d] and float32 [R], R as there (`engram.quantize` has formulas and error bounds). They keep their dtype where
-    a module is converted (`half()`, `to(torch.bfloat16)`), and a state dict with others is refused. On the CPU they lie
-    on huge pages where the system gives them.
+    Buffers: `values` and `scales`, for "fp8" float8_e4m3fn [R, d] and float8_e8m0fnu [R, ceil(d / 32)], for "int8"
+    int8 [R, d] and float32 [R], R as there (`engram.quantize` has formulas and error bounds). They keep their dtype
+    where a module is converted (`half()`, `to(torch.bfloat16)`), and a state dict with others is refused. On the CPU
+    they lie on huge pages where the system gives them.
 
     Args:
         sizes: rows of each of the C heads.
@@ -385,7 +385,8 @@ class QuantizedMultiHeadEmbedding(nn.Module):
             ValueError: a wrong shape, dtype or device.
         """
         if rows.dim() == 0 or rows.shape[-1] != len(self.sizes):
-            raise ValueError(f"QuantizedMultiHeadEmbedding: rows must be [..., {len(self.sizes)}], got {describe(rows)}")
+            raise ValueError(f"QuantizedMultiHeadEmbedding: rows must be [..., {len(self.sizes)}], "
+                             f"got {describe(rows)}")
         lookup = ops.embedding_fp8 if self.format == "fp8" else ops.embedding_int8
         return lookup(self.values, self.scales, rows, dtype=self.out_dtype, mask=mask)
 

@@ -2,12 +2,13 @@
 
 Two formats, looked up by `ops.embedding_fp8` and `ops.embedding_int8`:
 
-* "fp8": float8_e4m3fn values [R, d] and float8_e8m0fnu scales [R, ceil(d / 32)], DeepSeek-V4.1's layout. The scale of 32
-  values is the smallest power of two with max|x| <= 464 * scale, so that the largest of them rounds to 448 at most (464
-  is half a step above). Each value x comes back as y with |y - x| <= max(2**-4 |x|, 2**-10 scale), that is a relative
-  error of 2**-4 down to 2**-17 of the largest of the 32. Below 464 * 2**-127 the scale stays 2**-127.
-* "int8": int8 values [R, d] and float32 scales [R]. The scale of a row is max|x| / 127, rounded up to 17 significant bits
-  and at least 2**-126; |y - x| <= scale / 2, up to the rounding of x / scale in float32 (2**-17 of a step).
+* "fp8": float8_e4m3fn values [R, d] and float8_e8m0fnu scales [R, ceil(d / 32)], DeepSeek-V4.1's layout. The scale of
+  32 values is the smallest power of two with max|x| <= 464 * scale, so that the largest of them rounds to 448 at most
+  (464 is half a step above). Each value x comes back as y with |y - x| <= max(2**-4 |x|, 2**-10 scale): a relative
+  error of 2**-4 (half a unit of four significant bits), and for small ones 2**-17 of the largest of the 32, since that
+  is above 232 * scale. Below 464 * 2**-127 the scale stays 2**-127.
+* "int8": int8 values [R, d] and float32 scales [R]. The scale of a row is max|x| / 127, rounded up to 17 significant
+  bits and at least 2**-126; |y - x| <= scale / 2, up to the rounding of x / scale in float32 (2**-17 of a step).
 
 Either way the dequantised float32 rows are exact, and quantising them again gives the same bytes.
 """
@@ -42,12 +43,13 @@ def zero_table(
     check_format("zero_table", format)
     if rows < 0 or dim < 0:
         raise ValueError(f"zero_table: rows and dim must be at least 0, got {rows} and {dim}")
-    device = torch.empty(0, device=device).device
+    like = torch.empty(0, device=device)
+    zeros = zeros_where_touched if type(like) is Tensor else torch.zeros    # fake tensors have no memory
     if format == "fp8":
         shapes = ((rows, dim), torch.float8_e4m3fn), ((rows, -(-dim // _BLOCK)), torch.float8_e8m0fnu)
     else:
         shapes = ((rows, dim), torch.int8), ((rows,), torch.float32)
-    values, scales = (zeros_where_touched(shape, dtype=dtype, device=device) for shape, dtype in shapes)
+    values, scales = (zeros(shape, dtype=dtype, device=like.device) for shape, dtype in shapes)
     return values, scales
 
 

@@ -170,8 +170,8 @@ def embedding_int8(
 ) -> Tensor:
     """Row lookup in an int8 table: out[..., c, j] = values[rows[..., c], j] * scales[rows[..., c]].
 
-    values int8 [R, d]; scales float32 [R]; rows, row_begin and mask as in `embedding`. Returns [..., C, d] in dtype: the
-    exact product, rounded once. No gradient.
+    values int8 [R, d]; scales float32 [R]; rows, row_begin and mask as in `embedding`. Returns [..., C, d] in dtype:
+    the exact product, rounded once. No gradient.
 
     Raises IndexError for a visible row outside [0, R) without `row_begin`, ValueError for a wrong shape or dtype, and
     where scales require a gradient.

@@ -312,6 +312,17 @@ def test_gate_of_tilekernels():
             assert relative(out, golden["out"]) < 0.005
 
 
+def test_table_of_v41():
+    golden = load("v41")
+    values = golden["table_fp8_bytes"].view(torch.float8_e4m3fn)
+    scales, extreme = (golden[name].view(torch.float8_e8m0fnu) for name in ("table_e8m0_bytes", "e8m0_bytes_extreme"))
+    found = ops.embedding_fp8(values, scales, golden["hash"][:, :, 0])
+    assert found.view(torch.int16).equal(golden["emb_bf16"].view(torch.int16))
+    probe = golden["dequant_probe_rows_bf16"]       # the first rows, under scales of 2**-127, 2**-126 and 2**127
+    found = ops.embedding_fp8(values, extreme, torch.arange(len(probe)))
+    assert found.view(torch.int16).equal(probe.view(torch.int16))
+
+
 def test_gate_of_v41():
     golden = load("v41")
     module, mask = v41_module(golden, torch.float8_e4m3fn), golden["token_mask"]

@@ -25,8 +25,8 @@ void launch(const Cuda& device, const EmbeddingFp8<T, Index>& a, const DebugFlag
 template <typename Device>
 Tensor embedding_fp8(Tensor values, Tensor scales, Tensor rows, ScalarType dtype, std::optional<int64_t> row_begin,
                      OptionalTensor mask) {
-  require(values.scalar_type() == ScalarType::Float8_e4m3fn && values.dim() == 2, kOp, "values",
-          "float8_e4m3fn [R, d]", values);
+  require(values.scalar_type() == ScalarType::Float8_e4m3fn && values.dim() == 2, kOp, "values", "float8_e4m3fn [R, d]",
+          values);
   const int64_t R = values.size(0), d = values.size(1), blocks = (d + kFp8Block - 1) / kFp8Block;
   require_device(kOp, "scales", scales, values);
   require(scales.scalar_type() == ScalarType::Float8_e8m0fnu, kOp, "scales", "float8_e8m0fnu", scales);

@@ -33,8 +33,7 @@ ENGRAM_HOST_DEVICE inline float e8m0(uint8_t scale) {
 
 namespace cpu {
 // Slots [begin, end); returns the first slot whose row is outside the table (and is no other shard's), or kNoBadRow.
-template <typename T, typename Index>
-int64_t embedding_fp8(const EmbeddingFp8<T, Index>&, int64_t begin, int64_t end);
+template <typename T, typename Index> int64_t embedding_fp8(const EmbeddingFp8<T, Index>&, int64_t begin, int64_t end);
 }  // namespace cpu
 
 #if defined(ENGRAM_WITH_CUDA) || defined(ENGRAM_EMULATED)

@@ -28,7 +28,7 @@ template <typename T, typename Index> struct EmbeddingInt8 {
 //   out     = T(float(odd) * power)
 //
 // The last bit of odd remembers that there was more, far below what a half type keeps (odd has 17 bits or is a multiple
-// of 2^-142), so the last line rounds as the exact product would be. inf and NaN: odd = value, power = scale.
+// of 2^-142), so the last line rounds as the exact product would be. Zero, inf and NaN: odd = value, power = scale.
 struct Int8Scale {
   int32_t mantissa;  // below 2^24
   float power;       // with the sign of scale
@@ -37,7 +37,7 @@ struct Int8Scale {
     uint32_t bits;
     memcpy(&bits, &scale, sizeof bits);
     const int32_t exponent = bits >> 23 & 0xff;
-    if (exponent == 255) return;
+    if (exponent == 255 || scale == 0) return;
     mantissa = static_cast<int32_t>((bits & 0x7fffff) | (exponent ? 0x800000 : 0));
     const int32_t of_power = (exponent ? exponent : 1) - 150 + 7;  // 2^of_power is subnormal below -126
     bits = (bits & 0x80000000u) |

@@ -13,6 +13,6 @@ from engram.ops.row_update import row_update
 from engram.ops.short_conv import short_conv
 
 __all__ = [
-    "embedding", "embedding_fp8", "embedding_int8", "gate", "gate_conv", "ngram_hash", "row_plan", "row_sum", "row_update",
-    "short_conv",
+    "embedding", "embedding_fp8", "embedding_int8", "gate", "gate_conv", "ngram_hash", "row_plan", "row_sum",
+    "row_update", "short_conv",
 ]

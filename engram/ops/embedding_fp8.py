@@ -16,7 +16,7 @@ def embedding_fp8(
     row_begin: int | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Rows of a float8 table by global row id: ``out[..., c, j] = values[r, j] * scales[r, j // 32]``, r = rows[..., c].
+    """Rows of a float8 table by global row id r = rows[..., c]: ``out[..., c, j] = values[r, j] * scales[r, j // 32]``.
 
     The format of DeepSeek-V4.1's tables: e4m3 numbers with one power of two for every 32 neighbours, in two tensors.
     All 65,536 pairs of bytes count as IEEE arithmetic has them: scale byte 0 is 2**-127 (not 0), 255 is NaN, and the

@@ -16,7 +16,7 @@ def embedding_int8(
     row_begin: int | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Rows of an int8 table by global row id: ``out[..., c, j] = values[r, j] * scales[r]``, r = rows[..., c].
+    """Rows of an int8 table by global row id r = rows[..., c]: ``out[..., c, j] = values[r, j] * scales[r]``.
 
     The exact product is rounded once, to the nearest number of ``dtype``; float32 is no station on the way.
 

@@ -36,9 +36,8 @@ ENGRAM_TARGET int64_t embedding_rows(const EmbeddingForward<Index>& a, int64_t b
   const int64_t bytes = Lines > 0 ? Lines * 64 : a.row_bytes;
   return for_each_slot(
       a, begin, end, [&](int64_t row) ENGRAM_INLINE_LAMBDA { prefetch(a.table + row * bytes, bytes); },
-      [&](int64_t slot, int64_t row) ENGRAM_INLINE_LAMBDA {
-        copy_row<Lines>(a.out + slot * bytes, a.table + row * bytes, bytes);
-      },
+      [&](int64_t slot, int64_t row)
+          ENGRAM_INLINE_LAMBDA { copy_row<Lines>(a.out + slot * bytes, a.table + row * bytes, bytes); },
       [&](int64_t slot) ENGRAM_INLINE_LAMBDA { std::memset(a.out + slot * bytes, 0, bytes); });
 }
 

@@ -11,7 +11,7 @@ int64_t embedding_int8(const EmbeddingInt8<T, Index>& a, int64_t begin, int64_t 
   return ENGRAM_CALL(embedding_int8, a, begin, end);
 }
 
-#define INSTANTIATE(T)                                                                         \
+#define INSTANTIATE(T)                                                                             \
   template int64_t embedding_int8<T, int32_t>(const EmbeddingInt8<T, int32_t>&, int64_t, int64_t); \
   template int64_t embedding_int8<T, int64_t>(const EmbeddingInt8<T, int64_t>&, int64_t, int64_t);
 ENGRAM_FOR_EACH_FLOAT(INSTANTIATE)
@@ -24,13 +24,8 @@ ENGRAM_FOR_EACH_FLOAT(INSTANTIATE)
 
 namespace engram::cpu::ENGRAM_ISA {
 
-typedef int8_t i8 __attribute__((vector_size(16)));
-
-// 16 values, of which the first `available` exist.
-ENGRAM_INLINE i32 load_int8(const int8_t* p, int64_t available) {
-  i8 bytes{};
-  std::memcpy(&bytes, p, std::min<int64_t>(available, sizeof bytes));
-  return __builtin_convertvector(bytes, i32);
+template <typename Lanes> ENGRAM_INLINE i32 load_int8(Lanes lanes, const int8_t* p) {
+  return reinterpret_cast<i32>(load_bytes(lanes, reinterpret_cast<const uint8_t*>(p)) << 24) >> 24;
 }
 
 template <typename T> ENGRAM_INLINE void scale_row(T* out, const int8_t* values, float scale, int64_t n) {
@@ -38,12 +33,12 @@ template <typename T> ENGRAM_INLINE void scale_row(T* out, const int8_t* values,
     for (int64_t j = 0; j < n; ++j) out[j] = double{scale} * values[j];
   } else if constexpr (std::is_same_v<T, float>) {
     for_each_vec<float>(0, n, [&](auto lanes, int64_t j) ENGRAM_INLINE_LAMBDA {
-      lanes.put(out + j, __builtin_convertvector(load_int8(values + j, n - j), f32) * broadcast(scale));
+      lanes.put(out + j, __builtin_convertvector(load_int8(lanes, values + j), f32) * broadcast(scale));
     });
   } else {
     const Int8Scale exact(scale);
     for_each_vec<float>(0, n, [&](auto lanes, int64_t j) ENGRAM_INLINE_LAMBDA {
-      const i32 product = load_int8(values + j, n - j) * exact.mantissa;
+      const i32 product = load_int8(lanes, values + j) * exact.mantissa;
       const i32 odd = product >> 7 | ((product & 127) + 127) >> 7;
       lanes.put(out + j, __builtin_convertvector(odd, f32) * broadcast(exact.power));
     });
@@ -58,9 +53,8 @@ ENGRAM_TARGET int64_t embedding_int8(const EmbeddingInt8<T, Index>& a, int64_t b
         prefetch(a.values + row * a.width, a.width);
         prefetch(a.scales + row, sizeof(float));
       },
-      [&](int64_t slot, int64_t row) ENGRAM_INLINE_LAMBDA {
-        scale_row(a.out + slot * a.width, a.values + row * a.width, a.scales[row], a.width);
-      },
+      [&](int64_t slot, int64_t row)
+          ENGRAM_INLINE_LAMBDA { scale_row(a.out + slot * a.width, a.values + row * a.width, a.scales[row], a.width); },
       [&](int64_t slot) ENGRAM_INLINE_LAMBDA { copy_or_zero<T>(a.out + slot * a.width, nullptr, a.width); });
 }
 

@@ -14,14 +14,15 @@ template <typename T, typename Index> struct Fp8 {
   using Value = uint8_t;
   using Out = T;
   using A = accumulate_t<T>;
-  A scale;
 
-  __device__ __forceinline__ Fp8(const Args& a, int64_t row, int64_t column)
-      : scale(e8m0(__ldg(a.scales + row * a.blocks + column / kFp8Block))) {}
+  static __device__ __forceinline__ float scale(const Args& a, int64_t row, int64_t column) {
+    return e8m0(__ldg(a.scales + row * a.blocks + column / kFp8Block));
+  }
 
   // Two bytes at a time become two halves, 2^-8 of what they should be: halves have one bit of exponent more, with
   // a bias that is greater by 8, and are subnormal where e4m3 is. NaN has become 480 / 256.
-  template <int N> __device__ __forceinline__ void decode(const Pack<uint8_t, N>& values, A (&v)[N]) const {
+  template <int N>
+  static __device__ __forceinline__ void decode(const Pack<uint8_t, N>& values, float scale, A (&v)[N]) {
     static_assert(N % 2 == 0 && kFp8Block % N == 0);
 #pragma unroll
     for (int i = 0; i < N; i += 2) {
@@ -43,7 +44,7 @@ cudaError_t embedding_fp8(const EmbeddingFp8<T, Index>& a, int32_t* bad, cudaStr
   return scaled_lookup<Fp8<T, Index>>(a, bad, stream);
 }
 
-#define INSTANTIATE(T)                                                                                    \
+#define INSTANTIATE(T)                                                                                     \
   template cudaError_t embedding_fp8<T, int32_t>(const EmbeddingFp8<T, int32_t>&, int32_t*, cudaStream_t); \
   template cudaError_t embedding_fp8<T, int64_t>(const EmbeddingFp8<T, int64_t>&, int32_t*, cudaStream_t);
 ENGRAM_FOR_EACH_FLOAT(INSTANTIATE)

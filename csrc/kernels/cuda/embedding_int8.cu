@@ -9,11 +9,11 @@ template <typename T, typename Index> struct Int8 {
   using Value = int8_t;
   using Out = T;
   using A = accumulate_t<T>;
-  float scale;
 
-  __device__ __forceinline__ Int8(const Args& a, int64_t row, int64_t) : scale(__ldg(a.scales + row)) {}
+  static __device__ __forceinline__ float scale(const Args& a, int64_t row, int64_t) { return __ldg(a.scales + row); }
 
-  template <int N> __device__ __forceinline__ void decode(const Pack<int8_t, N>& values, A (&v)[N]) const {
+  template <int N>
+  static __device__ __forceinline__ void decode(const Pack<int8_t, N>& values, float scale, A (&v)[N]) {
     if constexpr (sizeof(T) == 2) {
       const Int8Scale exact(scale);
 #pragma unroll
@@ -35,7 +35,7 @@ cudaError_t embedding_int8(const EmbeddingInt8<T, Index>& a, int32_t* bad, cudaS
   return scaled_lookup<Int8<T, Index>>(a, bad, stream);
 }
 
-#define INSTANTIATE(T)                                                                                      \
+#define INSTANTIATE(T)                                                                                       \
   template cudaError_t embedding_int8<T, int32_t>(const EmbeddingInt8<T, int32_t>&, int32_t*, cudaStream_t); \
   template cudaError_t embedding_int8<T, int64_t>(const EmbeddingInt8<T, int64_t>&, int32_t*, cudaStream_t);
 ENGRAM_FOR_EACH_FLOAT(INSTANTIATE)

@@ -18,13 +18,14 @@ constexpr int kChunksInFlight = 4;  // independent loads of a thread before its 
 // A format of rows says what a chunk of neighbouring values is worth:
 //
 //   struct Format {
-//     using Args, Value, Out;                                  what comes in and goes out; Args are those of the op
-//     Format(const Args&, row, column)                         loads the scale of the chunk that begins at column
-//     decode(const Pack<Value, N>&, accumulate_t<Out> (&)[N])  before the rounding to Out
+//     using Args, Value, Out;                             what comes in and goes out; Args are those of the op
+//     static float scale(const Args&, row, column)        of the chunk that begins at column
+//     static void decode(const Pack<Value, N>&, float scale, accumulate_t<Out> (&)[N])    before the rounding to Out
 //   };
 //
 // A block writes `slots_per_block` rows. First one thread a slot finds its row; then the rows are written as one stream
-// of chunks of 16 bytes, so that loads and stores of a warp are contiguous whatever the width of a row.
+// of chunks of 16 bytes, so that loads and stores of a warp are contiguous whatever the width of a row. A slot without
+// a row has zeros under a scale of zero.
 template <typename Format, bool kVector>
 __global__ void __launch_bounds__(kScaledThreads)
     scaled_lookup_kernel(const typename Format::Args a, int32_t* bad, int slots_per_block,
@@ -41,30 +42,31 @@ __global__ void __launch_bounds__(kScaledThreads)
 
   const int chunks = count * static_cast<int>(chunks_per_row.divisor);
   for (int begin = thread; begin < chunks; begin += kScaledThreads * kChunksInFlight) {
-    Pack<Out, N> out[kChunksInFlight];
+    Pack<Value, N> values[kChunksInFlight];
+    float scales[kChunksInFlight];
+    int64_t slots[kChunksInFlight], columns[kChunksInFlight];
 #pragma unroll
     for (int u = 0; u < kChunksInFlight; ++u) {
       const int i = begin + u * kScaledThreads;
-      out[u] = zero_pack<Out, N>();
+      values[u] = zero_pack<Value, N>();
+      scales[u] = 0.0f;
       if (i < chunks) {
         const int slot = static_cast<int>(chunks_per_row.divide(static_cast<uint32_t>(i)));
-        const int64_t column = int64_t{i - slot * static_cast<int>(chunks_per_row.divisor)} * N;
+        slots[u] = first + slot;
+        columns[u] = int64_t{i - slot * static_cast<int>(chunks_per_row.divisor)} * N;
         const int64_t row = source[slot];
         if (row >= 0) {
-          const Format format(a, row, column);
-          accumulate_t<Out> v[N];
-          format.decode(load<N, kVector>(a.values + row * a.width + column, a.width - column), v);
-          out[u] = narrow<Out>(v);
+          values[u] = load<N, kVector>(a.values + row * a.width + columns[u], a.width - columns[u]);
+          scales[u] = Format::scale(a, row, columns[u]);
         }
       }
     }
 #pragma unroll
     for (int u = 0; u < kChunksInFlight; ++u) {
-      const int i = begin + u * kScaledThreads;
-      if (i < chunks) {
-        const int slot = static_cast<int>(chunks_per_row.divide(static_cast<uint32_t>(i)));
-        const int64_t column = int64_t{i - slot * static_cast<int>(chunks_per_row.divisor)} * N;
-        store<kVector>(a.out + (first + slot) * a.width + column, out[u], a.width - column);
+      if (begin + u * kScaledThreads < chunks) {
+        accumulate_t<Out> v[N];
+        Format::decode(values[u], scales[u], v);
+        store<kVector>(a.out + slots[u] * a.width + columns[u], narrow<Out>(v), a.width - columns[u]);
       }
     }
   }
@@ -72,9 +74,9 @@ __global__ void __launch_bounds__(kScaledThreads)
 
 template <typename Format>
 cudaError_t scaled_lookup(const typename Format::Args& a, int32_t* bad, cudaStream_t stream) {
-  if (a.slots == 0) return cudaSuccess;
+  if (a.slots == 0 || a.width == 0) return cudaSuccess;
   constexpr int64_t N = kLaneElements<typename Format::Out>;
-  const int64_t chunks = divide_up(a.width < 1 ? 1 : a.width, N);
+  const int64_t chunks = divide_up(a.width, N);
   if (chunks > 1 << 30) return cudaErrorInvalidValue;
   const int64_t fit = kScaledThreads * kChunksInFlight * 2 / chunks;
   const int slots_per_block = static_cast<int>(fit < 1 ? 1 : fit < kScaledThreads ? fit : kScaledThreads);
