@@ -301,7 +301,7 @@ class QuantizedMultiHeadEmbedding(nn.Module):
     """`MultiHeadEmbedding` over a quantised table, which is frozen: its tensors are buffers, zeros until rows are loaded.
 
     Buffers: `values` and `scales`, for "fp8" float8_e4m3fn [R, d] and float8_e8m0fnu [R, ceil(d / 32)], for "int8"
-    int8 [R, d] and float32 [R], R = sum(sizes) (`engram.quantize` has formulas and error bounds). They keep their dtype
+    int8 [R, d] and float32 [R], R as there (`engram.quantize` has formulas and error bounds). They keep their dtype
     where a module is converted (`half()`, `to(torch.bfloat16)`), and a state dict with others is refused. On the CPU
     they lie on huge pages where the system gives them.
 
