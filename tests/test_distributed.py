@@ -1,0 +1,108 @@
+"""engram.distributed over gloo: what sharded tables give is what one table gives, at world sizes 1 to 4."""
+import hypothesis
+import pytest
+import sharded_cases
+import torch
+from crew import SIZE, Crew
+from engram.distributed import Layout
+from hypothesis import strategies as st
+
+WORLDS = range(1, SIZE + 1)
+SHARDINGS = ("rows", "heads", "strided-heads")
+
+
+@pytest.fixture(scope="module")
+def crew():
+    crew = Crew()
+    yield crew
+    crew.stop()
+
+
+@st.composite
+def lookups(draw):
+    """A table, how it is cut for each world size, and what the ranks look up in it."""
+    sizes = tuple(draw(st.lists(st.integers(1, 13), min_size=1, max_size=6)))
+    sharding, equal = draw(st.sampled_from(SHARDINGS)), draw(st.booleans())
+    total = sum(sizes) if sharding == "rows" else len(sizes)
+    splits = {world: None for world in WORLDS}
+    if sharding != "strided-heads" and draw(st.booleans()):
+        for world in WORLDS:
+            cuts = sorted(draw(st.lists(st.integers(0, total), min_size=world - 1, max_size=world - 1)))
+            splits[world] = [b - a for a, b in zip([0, *cuts], [*cuts, total])]
+    tokens = draw(st.lists(st.integers(0, 9), min_size=SIZE, max_size=SIZE))
+    return splits, dict(
+        sizes=sizes, dim=draw(st.sampled_from([1, 3, 16])), sharding=sharding,
+        tokens=[tokens[0]] * SIZE if equal else tokens, equal=equal, sparse=draw(st.booleans()),
+        masked=draw(st.booleans()), hot=draw(st.booleans()), scale=draw(st.sampled_from([1.0, 0.5])),
+        dtype=draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])),
+        index=draw(st.sampled_from([torch.int64, torch.int32])), seed=draw(st.integers(0, 99)),
+        prefetch=draw(st.booleans()),
+    )
+
+
+def drawn(count: int) -> list:
+    cases = []
+
+    @hypothesis.settings(max_examples=count, phases=[hypothesis.Phase.generate])
+    @hypothesis.given(lookups())
+    def collect(case):
+        cases.append(case)
+
+    collect()
+    return cases
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_lookups(crew, world):
+    """Forward and exact sums bit for bit, inexact sums up to their order; the same initial rows."""
+    cases = [case | dict(splits=splits[world]) for splits, case in drawn(40)]
+    assert crew.run(sharded_cases.lookup, world, cases=cases) == [len(cases)] * world
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_initial_rows_of_many_blocks(crew, world):
+    """More than one block of 2**20 elements, cut within blocks."""
+    cases = [dict(sizes=(30_000, 41_001, 777), dim=32, sharding=sharding, tokens=[20] * SIZE) for sharding in SHARDINGS]
+    crew.run(sharded_cases.lookup, world, cases=cases)
+
+
+def test_refusals(crew):
+    crew.run(sharded_cases.refusals, 2)
+
+
+def test_prefetch_misuse(crew):
+    crew.run(sharded_cases.prefetch_misuse, 3)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_full_weights(crew, world, tmp_path):
+    crew.run(sharded_cases.full_weights, world, folder=str(tmp_path))
+
+
+def test_memory_from_meta(crew, tmp_path):
+    """128 MiB of table over four ranks: each takes its 32 MiB, and what file pages of these are in memory."""
+    shard = (1 << 19) * 64 * 4 // SIZE
+    for taken in crew.run(sharded_cases.memory_from_meta, SIZE, folder=str(tmp_path)):
+        assert shard <= taken < 2.75 * shard
+
+
+def test_layouts():
+    layout = Layout((3, 5, 2), 2)
+    assert [tuple(piece) for piece in layout.pieces] == [(0, 5, 0, 0), (5, 10, 1, 0)] and layout.local_rows == (5, 5)
+    layout = Layout((3, 5, 2), 2, "heads")
+    assert [tuple(piece) for piece in layout.pieces] == [(0, 3, 0, 0), (3, 10, 1, 0)] and layout.heads == ((0,), (1, 2))
+    layout = Layout((3, 5, 2), 2, "strided-heads")
+    assert [tuple(piece) for piece in layout.pieces] == [(0, 3, 0, 0), (8, 10, 0, 3), (3, 8, 1, 0)]
+    layout = Layout((3, 5), 4, "heads")
+    assert layout.local_rows == (0, 3, 0, 5)
+    assert Layout((3, 5), 3, "rows", (0, 8, 0)).local_rows == (0, 8, 0)
+
+
+@hypothesis.given(lookups())
+def test_layouts_cover_the_table(case):
+    for world in WORLDS:
+        layout = Layout(case[1]["sizes"], world, case[1]["sharding"], case[0][world])
+        owned = sorted((piece.begin, piece.end) for piece in layout.pieces)
+        assert [begin for begin, _ in owned] == [0, *(end for _, end in owned)][:-1] and owned[-1][1] == layout.rows
+        assert sum(layout.local_rows) == layout.rows and all(begin < end for begin, end in owned)
+        assert [piece.owner for piece in layout.pieces] == sorted(piece.owner for piece in layout.pieces)
