@@ -216,3 +216,271 @@ def memory_from_meta(group, *, folder: str) -> int:
 def status(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(name)))
+
+
+CONFIG = EngramConfig(
+    hidden_size=8, vocab_size=50, layer_ids=(0, 2), max_ngram_size=3, heads_per_ngram=2, embed_dim_per_head=4,
+    table_size=40, conv_init="default", sparse_grad=True, pad_id=0)
+
+
+class Model(torch.nn.Module):
+    """Two Engram layers around a projection, in float64, where the order of sums is far below what is compared."""
+
+    def __init__(self, device=None, sparse: bool = True) -> None:
+        super().__init__()
+        config = EngramConfig.from_dict(CONFIG.to_dict() | dict(sparse_grad=sparse))
+        like = dict(device=device, dtype=torch.float64)
+        self.first, self.second = nn.Engram(config, 0, **like), nn.Engram(config, 2, **like)
+        self.middle, self.head = torch.nn.Linear(8, 8, **like), torch.nn.Linear(8, 3, **like)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        hidden = torch.nn.functional.one_hot(token_ids % 8, 8).double()
+        hidden = hidden + self.first(hidden, token_ids)
+        hidden = torch.tanh(self.middle(hidden))
+        hidden = hidden + self.second(hidden, token_ids)
+        return self.head(hidden)
+
+
+def optimizers(model, kind: str = "RowWiseAdam") -> list[torch.optim.Optimizer]:
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.MultiHeadEmbedding)]
+    own = {id(table) for table in tables}
+    rest = torch.optim.AdamW([p for p in model.parameters() if id(p) not in own], lr=1e-2, foreach=False)
+    if kind == "AdamW":
+        return [rest, torch.optim.AdamW(tables, lr=1e-2, foreach=False)]
+    return [rest, getattr(optim, kind)(tables, lr=1e-2)]
+
+
+def same_rows(table: ShardedMultiHeadEmbedding, mine: Tensor, whole: Tensor, rank: int, tolerance: float) -> None:
+    for piece in table.layout.of_rank(rank):
+        found, wanted = mine[piece.local : piece.local + piece.end - piece.begin], whole[piece.begin : piece.end]
+        assert torch.allclose(found, wanted, rtol=tolerance, atol=tolerance), (found - wanted).abs().max()
+
+
+def training(group, *, beside: str, loss: str, sharding: str = "rows", optimizer: str = "RowWiseAdam", steps: int = 20) -> None:
+    """As many steps with sharded tables, data-parallel, as one process makes with all the data."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    torch.manual_seed(5)
+    whole = Model(sparse=optimizer != "AdamW")
+    torch.manual_seed(5)
+    model = Model(sparse=optimizer != "AdamW")
+    # DDP and FSDP average; where all ranks see the same tokens (beside "tensor") each brings the whole gradient.
+    scale = 1.0 if beside == "nothing" else 1 / world
+    assert distributed.shard_tables(model, group, sharding=sharding, gradient_scale=scale) is model
+    tables = distributed.sharded_parameters(model)
+    assert len(tables) == 2 and all(len(table) < 200 or world == 1 for table in tables)
+    module = model
+    if beside == "ddp":
+        module = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+        assert {"first.embedding.weight", "second.embedding.weight"} <= module.parameters_to_ignore
+    elif beside == "fsdp":
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"), ignored_params=set(tables))
+    elif beside == "tensor":
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import Replicate, parallel
+
+        whole_in = dict(input_layouts=Replicate())
+        parallel.parallelize_module(model, DeviceMesh.from_group(group, "cpu"), {
+            "middle": parallel.ColwiseParallel(output_layouts=Replicate()),
+            "head": parallel.RowwiseParallel(**whole_in)})
+    theirs, mine = optimizers(whole, optimizer), optimizers(model, optimizer)
+    for step in range(steps):
+        batch = torch.randint(50, (4 * world, 5), generator=torch.Generator().manual_seed(step))
+        part = batch if beside == "tensor" else batch[4 * rank : 4 * rank + 4]
+        total = whole(batch).square().mean() if loss == "mean" else whole(batch).square().sum()
+        out = module(part).square()
+        own = out.mean() if loss == "mean" else out.sum()
+        if beside == "nothing" and loss == "mean":
+            own = own / world
+        if beside in ("ddp", "fsdp") and loss == "sum":
+            own = own * world
+        for optimizer_ in theirs + mine:
+            optimizer_.zero_grad()
+        total.backward()
+        own.backward()
+        if beside == "nothing":
+            sharded = {id(table) for table in tables}
+            distributed.model.reduce_gradients([p for p in model.parameters() if id(p) not in sharded],
+                                               model.first.embedding.peers)
+        if beside in ("nothing", "ddp"):
+            norm = optim.clip_grad_norm_(whole.parameters(), 0.5)
+            assert torch.allclose(norm.float(), distributed.clip_grad_norm_(model, 0.5), rtol=1e-5)
+        for optimizer_ in theirs + mine:
+            optimizer_.step()
+    for name, layer in (("first", model.first), ("second", model.second)):
+        same_rows(layer.embedding, layer.embedding.weight, getattr(whole, name).embedding.weight, rank, 1e-9)
+    head = model.head.weight
+    head = head.full_tensor() if hasattr(head, "full_tensor") else head
+    assert torch.allclose(head, whole.head.weight, rtol=1e-9, atol=1e-9)
+
+
+def swapped(group) -> None:
+    """What shard_tables does to a model: shared tables stay shared, frozen ones frozen, meta ones on meta."""
+    rank = dist.get_rank(group)
+    model = Model()
+    model.second.embedding = model.first.embedding
+    model.first.embedding.weight.requires_grad_(False)
+    whole = model.first.embedding.weight.clone()
+    model.eval()
+    distributed.shard_tables(model, group, sharding="strided-heads")
+    table = model.first.embedding
+    assert table is model.second.embedding and isinstance(table, ShardedMultiHeadEmbedding)
+    assert not table.weight.requires_grad and not table.training and table.sparse and table.weight.dtype == torch.float64
+    same_rows(table, table.weight, whole, rank, 0.0)
+    assert sorted(model._ddp_params_and_buffers_to_ignore) == ["first.embedding.weight", "second.embedding.weight"]
+    distributed.shard_tables(model, group)      # nothing is left to do
+    assert model.first.embedding is table and distributed.sharded_parameters(model) == [table.weight]
+    meta = distributed.shard_tables(Model("meta"), group)
+    assert all(table.is_meta for table in distributed.sharded_parameters(meta))
+    raises(ValueError, "model must contain the tables, got a table", distributed.shard_tables, table, group)
+    raises(ValueError, "all ranks must have the same tables", distributed.shard_tables,
+           Model() if rank == 0 else torch.nn.Sequential(Model()), group)
+    groups = optim.param_groups(model.requires_grad_(), 1e-3, 0.1)
+    assert [id(p) for p in groups[1]["params"]] == [id(table.weight)]
+
+
+def ahead(group) -> None:
+    """`prefetch` of a model: the same bits as without, forward and backward; and a compiled model."""
+    torch.manual_seed(5)
+    model = Model()
+    distributed.shard_tables(model, group, prefetch_group=PREFETCH_GROUPS[group])
+    rank = dist.get_rank(group)
+    tokens = torch.randint(50, (2, 6 + rank), generator=torch.Generator().manual_seed(rank))
+    results = []
+    compiled = torch.compile(model, backend="aot_eager")
+    for way in ("plain", "prefetched", "compiled"):
+        model.zero_grad()
+        if way == "prefetched":
+            distributed.prefetch(model, tokens)
+        out = (compiled if way == "compiled" else model)(tokens)
+        out.square().sum().backward()
+        results.append([out, *(p.grad.to_dense() for p in model.parameters())])
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0][:1], result))
+        assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(results[0], result))
+
+
+def deduplicated(group, *, streams: list[Tensor]) -> tuple[int, int]:
+    """Bytes that a rank sends for its stream of tokens in forward and backward: each row once, and one row a slot."""
+    hashing = nn.NgramHash(EngramConfig(hidden_size=8, vocab_size=129_280, layer_ids=(0,), table_size=50_000))
+    rows = hashing(torch.tensor([streams[dist.get_rank(group)]]))[0]
+    sent = []
+    for equal in (False, True):
+        table = ShardedMultiHeadEmbedding(hashing.moduli[0].tolist(), 32, group=group, sharding="heads",
+                                          equal_tokens=equal)
+        table(rows).sum().backward()
+        sent.append(table.peers.bytes_sent)
+    return tuple(sent)
+
+
+def whole_state(model, optimizers_) -> dict[str, Any]:
+    """Everything that a checkpoint should bring back, tables and their state put together from all ranks."""
+    state = {name: tensor for name, tensor in model.state_dict().items()}
+    params = [(p, name) for name, p in model.named_parameters()]
+    for number, optimizer in enumerate(optimizers_):
+        for key, entries in optimizer.state_dict()["state"].items():
+            state |= {f"{number}.{key}.{name}": tensor for name, tensor in entries.items()}
+    del params
+    found = {}
+    for name, tensor in state.items():
+        if type(tensor) is Tensor:
+            found[name] = tensor.numpy().copy()
+            continue
+        shards = tensor._local_tensor
+        parts = [None] * tensor.device_mesh.size()
+        mine = [(offset[0], shard.numpy()) for offset, shard in zip(shards.local_offsets(), shards.local_shards())]
+        dist.all_gather_object(parts, mine, group=tensor.device_mesh.get_group())
+        whole = torch.full(tensor.shape, float("nan"), dtype=tensor.dtype).numpy()
+        for begin, part in (piece for rank in parts for piece in rank):
+            whole[begin : begin + len(part)] = part
+        found[name] = whole
+    return found
+
+
+def built(group, *, sharding: str, optimizer: str, seed: int, steps: int):
+    torch.manual_seed(seed)
+    model = Model(sparse=optimizer != "AdamW")
+    distributed.shard_tables(model, group, sharding=sharding)
+    both = [distributed.shard_optimizer_state(o, model) for o in optimizers(model, optimizer)]
+    for step in range(steps):
+        torch.manual_seed(step)
+        model.zero_grad()
+        model(torch.randint(50, (3, 5))).square().sum().backward()
+        for each in both:
+            each.step()
+    return model, both
+
+
+def saved(group, *, folder: str, sharding: str, optimizer: str) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model, both = built(group, sharding=sharding, optimizer=optimizer, seed=1, steps=3)
+    for step in (2, 3, 3):      # the last one takes the place of an equal step
+        state = {"model": model.state_dict(), "optimizers": [get_optimizer_state_dict(model, o) for o in both]}
+        distributed.save_checkpoint(state, folder, step, group)
+        left = sorted(path.name for path in Path(folder).iterdir())
+        assert len(left) == 2 and left[0] == "latest" and left[1].startswith(f"step-{step}"), left
+    return whole_state(model, both)
+
+
+def loaded(group, *, folder: str, sharding: str, optimizer: str, expected: dict[str, Any]) -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    model, both = built(group, sharding=sharding, optimizer=optimizer, seed=2, steps=0)
+    state = {"model": model.state_dict(), "optimizers": [get_optimizer_state_dict(model, o) for o in both]}
+    assert distributed.load_checkpoint(state, folder, group) == 3
+    model.load_state_dict(state["model"])
+    for each, entries in zip(both, state["optimizers"]):
+        set_optimizer_state_dict(model, each, entries)
+    found = whole_state(model, both)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name].tobytes() == expected[name].tobytes(), name
+    model.zero_grad()
+    model(torch.randint(50, (3, 5))).square().sum().backward()
+    for each in both:
+        each.step()             # the state is where its rows are
+
+
+def damaged(group, *, folder: str) -> None:
+    """Each kind of damage is an error on every rank, and leaves the model as it was."""
+    rank = dist.get_rank(group)
+    table = ShardedMultiHeadEmbedding([40, 50], 4, group=group)
+    raises(distributed.CheckpointError, "no checkpoint in ", distributed.load_checkpoint, table.state_dict(), folder, group)
+    distributed.save_checkpoint({"table": table.state_dict()}, folder, 7, group)
+    whole = Path(folder) / "step-7"
+    before = table.weight.detach().clone()
+    state = {"table": table.state_dict()}
+
+    def refused(text: str, state=state) -> None:
+        raises(distributed.CheckpointError, text, distributed.load_checkpoint, state, folder, group)
+        assert torch.equal(table.weight, before)
+
+    file = sorted(whole.glob("*.distcp"))[-1]
+    for change, text in (
+        (lambda data: data[:1000] + bytes([data[1000] ^ 1]) + data[1001:], "is damaged"),
+        (lambda data: data[:-5], "is damaged"),
+        (None, "cannot be read: No such file or directory"),
+    ):
+        data = file.read_bytes()
+        dist.barrier(group)
+        if rank == 0:
+            file.unlink() if change is None else file.write_bytes(change(data))
+        dist.barrier(group)
+        refused(text)
+        dist.barrier(group)
+        if rank == 0:
+            file.write_bytes(data)
+        dist.barrier(group)
+    refused("another", {"another": table.state_dict()})
+    bigger = ShardedMultiHeadEmbedding([40, 51], 4, group=group)
+    refused("Size mismatch", {"table": bigger.state_dict()})
+    assert distributed.load_checkpoint(state, folder, group) == 7
+    raises(ValueError, "all ranks must have the same step", distributed.save_checkpoint, state, folder, rank, group)
+    dist.barrier(group)
+    if rank == 0:
+        (Path(folder) / "latest").write_text("{")
+    dist.barrier(group)
+    refused("latest cannot be read")

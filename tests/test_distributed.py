@@ -1,5 +1,10 @@
 """engram.distributed over gloo: what sharded tables give is what one table gives, at world sizes 1 to 4."""
+import re
+import sysconfig
+from pathlib import Path
+
 import hypothesis
+import numpy as np
 import pytest
 import sharded_cases
 import torch
@@ -106,3 +111,55 @@ def test_layouts_cover_the_table(case):
         assert [begin for begin, _ in owned] == [0, *(end for _, end in owned)][:-1] and owned[-1][1] == layout.rows
         assert sum(layout.local_rows) == layout.rows and all(begin < end for begin, end in owned)
         assert [piece.owner for piece in layout.pieces] == sorted(piece.owner for piece in layout.pieces)
+
+
+@pytest.mark.parametrize("beside, loss, world", [
+    ("nothing", "mean", 1), ("nothing", "mean", 4), ("nothing", "sum", 3), ("ddp", "mean", 3), ("ddp", "sum", 2),
+    ("fsdp", "mean", 2), ("fsdp", "sum", 2), ("tensor", "mean", 2),
+])
+def test_training(crew, beside, loss, world):
+    """Twenty steps beside each kind of parallelism, with clipping where that is ours."""
+    crew.run(sharded_cases.training, world, beside=beside, loss=loss)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "RowWiseAdagrad", "LazyAdamW", "AdamW"])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_optimizers(crew, optimizer, sharding):
+    crew.run(sharded_cases.training, 3, beside="nothing", loss="mean", sharding=sharding, optimizer=optimizer)
+
+
+def test_shard_tables(crew):
+    crew.run(sharded_cases.swapped, 3)
+
+
+def test_ahead_and_compiled(crew):
+    crew.run(sharded_cases.ahead, 2)
+
+
+def test_unique_rows_travel(crew):
+    """Beside one row a slot, at 4096 tokens: of a Zipf stream, and of the text of Python's standard library."""
+    draw = np.random.default_rng(0)
+    zipf = [np.minimum(draw.zipf(1.5, 4096), 129_279).tolist() for _ in range(SIZE)]
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:40]
+    words = re.findall(r"\w+|[^\w\s]|\s+", "".join(file.read_text(errors="replace") for file in files))
+    numbers = {word: number for number, word in enumerate(dict.fromkeys(words))}
+    text = [[numbers[word] for word in words[4096 * rank : 4096 * (rank + 1)]] for rank in range(SIZE)]
+    for streams in (zipf, text):
+        for unique, every in crew.run(sharded_cases.deduplicated, SIZE, streams=streams):
+            assert unique < 0.7 * every
+
+
+@pytest.mark.parametrize("sharding, optimizer", [
+    ("rows", "RowWiseAdam"), ("strided-heads", "RowWiseAdagrad"), ("heads", "AdamW"),
+])
+def test_checkpoints(crew, sharding, optimizer, tmp_path):
+    """Saved by three ranks, loaded by any number of them, cut in another way: tables and optimizers bit for bit."""
+    kinds = dict(folder=str(tmp_path), optimizer=optimizer)
+    expected = crew.run(sharded_cases.saved, 3, sharding=sharding, **kinds)[0]
+    assert any("exp_avg_sq" in name or "sum" in name for name in expected)
+    for world, other in ((2, sharding), (1, "rows"), (4, "strided-heads"), (4, "rows"), (3, "heads")):
+        crew.run(sharded_cases.loaded, world, sharding=other, expected=expected, **kinds)
+
+
+def test_damaged_checkpoints(crew, tmp_path):
+    crew.run(sharded_cases.damaged, 3, folder=str(tmp_path))
