@@ -484,3 +484,40 @@ def damaged(group, *, folder: str) -> None:
         (Path(folder) / "latest").write_text("{")
     dist.barrier(group)
     refused("latest cannot be read")
+
+
+def dying(rank: int, size: int, store: str, *, moment: str, folder: str) -> None:
+    """Rank 1 dies at a moment of the second step; what the others then raise is left in a file each."""
+    import crew
+
+    crew.join(rank, size, store)
+    model, both = built(None, sharding="rows", optimizer="RowWiseAdam", seed=1, steps=1)
+    distributed.save_checkpoint({"model": model.state_dict()}, folder, 1)
+
+    def die(*_: Any) -> None:
+        os._exit(9)
+
+    if rank == 1:
+        if moment == "forward":
+            model.first.register_forward_pre_hook(die)
+        elif moment == "save":
+            torch.distributed.checkpoint.FileSystemWriter.write_data = die
+    try:
+        loss = model(torch.randint(50, (3, 5))).square().sum()
+        if rank == 1 and moment == "backward":
+            die()
+        loss.backward()
+        distributed.save_checkpoint({"model": model.state_dict()}, folder, 2)
+    except (RuntimeError, distributed.CheckpointError) as error:
+        (Path(folder) / f"error-{rank}").write_text(f"{error}")
+        os._exit(1)
+    os._exit(0)
+
+
+
+def first_checkpoint(group, *, folder: str) -> None:
+    model, _ = built(group, sharding="heads", optimizer="RowWiseAdam", seed=9, steps=0)
+    state = model.state_dict()
+    assert distributed.load_checkpoint({"model": state}, folder, group) == 1
+    distributed.save_checkpoint({"model": state}, folder, 2, group)     # the next save clears away what is left
+    assert sorted(path.name for path in Path(folder).glob("step-*")) == ["step-2"]

@@ -1,6 +1,7 @@
 """engram.distributed over gloo: what sharded tables give is what one table gives, at world sizes 1 to 4."""
 import re
 import sysconfig
+import time
 from pathlib import Path
 
 import hypothesis
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import sharded_cases
 import torch
-from crew import SIZE, Crew
+from crew import SIZE, Crew, launch
 from engram.distributed import Layout
 from hypothesis import strategies as st
 
@@ -163,3 +164,15 @@ def test_checkpoints(crew, sharding, optimizer, tmp_path):
 
 def test_damaged_checkpoints(crew, tmp_path):
     crew.run(sharded_cases.damaged, 3, folder=str(tmp_path))
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward", "save"])
+def test_a_rank_that_dies(crew, moment, tmp_path):
+    """The others end with an error, soon, and the checkpoint before is whole."""
+    began = time.monotonic()
+    assert launch(sharded_cases.dying, 3, moment=moment, folder=str(tmp_path)) == [1, 9, 1]
+    assert time.monotonic() - began < 30
+    for rank in (0, 2):
+        assert (tmp_path / f"error-{rank}").read_text()
+    assert (tmp_path / "step-2").exists() is False
+    crew.run(sharded_cases.first_checkpoint, 2, folder=str(tmp_path))
