@@ -41,6 +41,7 @@ WEIGHT_DECAY = 0.1
 TABLE_LR = 5.0  # the tables learn five times as fast and without weight decay, as in the paper
 MAX_GRAD_NORM = 1.0
 HELD_OUT_WINDOWS = 128
+METADATA = {"config", "step", "history", "corpus", "token_map"}  # beside the tensors of a checkpoint
 # Small enough for a dense Adam on two cores. Rows start small: beside token embeddings of std 0.02, rows of std 1 would
 # be noise that the first hundred steps are spent on removing.
 TABLES = dict(max_ngram_size=3, heads_per_ngram=4, embed_dim_per_head=16, table_std=0.02)
@@ -152,11 +153,14 @@ class Comparison:
             model = LanguageModel(self.model_config(name), self.token_map)
             if config.dtype == "float64":
                 model = model.double()
-            self.models[name] = model.to(self.device)
+            self.models[name] = model = self._prepare(model.to(self.device))
             self.optimizers[name] = build_optimizers(model, config.lr, config.optimizer)
         self.step = 0
         self.seconds = dict.fromkeys(NAMES, 0.0)  # of the steps made here
         self.history = {"train": [], "held_out": []}
+
+    def _prepare(self, model: LanguageModel) -> LanguageModel:
+        return model
 
     def model_config(self, name: str) -> LanguageModelConfig:
         """Of one of the two NAMES."""
@@ -181,8 +185,9 @@ class Comparison:
     def parameter_counts(self) -> dict[str, int]:
         """`{"baseline": n, "engram": n, "tables": n}`; the tables are part of "engram"."""
         counts = {name: sum(p.numel() for p in model.parameters()) for name, model in self.models.items()}
-        modules = self.models[ENGRAM].modules()
-        counts["tables"] = sum(m.weight.numel() for m in modules if isinstance(m, MultiHeadEmbedding))
+        tables = [m for m in self.models[ENGRAM].modules() if isinstance(m, MultiHeadEmbedding)]
+        counts["tables"] = sum(sum(m.sizes) * m.dim for m in tables)
+        counts[ENGRAM] += counts["tables"] - sum(m.weight.numel() for m in tables)  # rows that other ranks have
         return counts
 
     def optimizer_bytes(self) -> dict[str, int]:
@@ -208,19 +213,27 @@ class Comparison:
             for optimizer in self.optimizers[name]:
                 for group in optimizer.param_groups:
                     group["lr"] = group["peak_lr"] * schedule(self.step)
-            loss = self._loss(model, batch)
-            losses[name] = loss.item()
-            if not math.isfinite(losses[name]):
-                raise DivergenceError(f"the {name}'s loss is {losses[name]} at step {self.step + 1}; try a smaller lr")
-            model.zero_grad()
-            loss.backward()
-            optim.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+            losses[name] = self._gradients(name, model, batch)
             for optimizer in self.optimizers[name]:
                 optimizer.step()
             self.seconds[name] += time.perf_counter() - began
         self.step += 1
         self.history["train"].append([self.step, *losses.values()])
         return losses
+
+    def _gradients(self, name: str, model: LanguageModel, batch: tuple[Tensor, ...]) -> float:
+        """The loss of a batch; its clipped gradients are the parameters' afterwards."""
+        loss = self._loss(model, batch)
+        value = self._finite(name, loss.item())
+        model.zero_grad()
+        loss.backward()
+        optim.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        return value
+
+    def _finite(self, name: str, loss: float) -> float:
+        if not math.isfinite(loss):
+            raise DivergenceError(f"the {name}'s loss is {loss} at step {self.step + 1}; try a smaller lr")
+        return loss
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -268,14 +281,7 @@ class Comparison:
                 for index, state in optimizer.state_dict()["state"].items():
                     for key, tensor in state.items():
                         tensors[f"{name}.optimizer.{number}.{index}.{key}"] = tensor
-        metadata = {
-            "format": "pt",
-            "config": self.config.to_json(),
-            "step": str(self.step),
-            "history": json.dumps(self.history),
-            "corpus": self.corpus.fingerprint,
-            "token_map": self.token_map.fingerprint,
-        }
+        metadata = {"format": "pt", **self._metadata()}
         path = Path(path)
         part = path.with_name(path.name + ".part")
         try:
@@ -288,14 +294,17 @@ class Comparison:
         finally:
             part.unlink(missing_ok=True)
 
-    def load(self, path: str | os.PathLike) -> None:
-        """Take over models, optimizers, step and history of a checkpoint of this very run (steps may differ).
+    def _metadata(self) -> dict[str, str]:
+        return {
+            "config": self.config.to_json(),
+            "step": str(self.step),
+            "history": json.dumps(self.history),
+            "corpus": self.corpus.fingerprint,
+            "token_map": self.token_map.fingerprint,
+        }
 
-        Raises CheckpointError where it cannot be read or differs in settings or text; nothing is changed then.
-        """
-        from safetensors.torch import load_file
-
-        metadata = read_metadata(path)
+    def _refuse_another(self, path: str | os.PathLike, metadata: dict[str, str]) -> None:
+        """Raises CheckpointError unless the metadata is that of this very run."""
         stored = TrainConfig.from_json(metadata["config"])
         differing = [
             f.name for f in fields(stored)
@@ -305,6 +314,16 @@ class Comparison:
             raise CheckpointError(f"{path} was trained with another {', '.join(differing)}")
         if metadata["corpus"] != self.corpus.fingerprint or metadata["token_map"] != self.token_map.fingerprint:
             raise CheckpointError(f"{path} was trained on another text: the files or the tokenizer have changed")
+
+    def load(self, path: str | os.PathLike) -> None:
+        """Take over models, optimizers, step and history of a checkpoint of this very run (steps may differ).
+
+        Raises CheckpointError where it cannot be read or differs in settings or text; nothing is changed then.
+        """
+        from safetensors.torch import load_file
+
+        metadata = read_metadata(path)
+        self._refuse_another(path, metadata)
         tensors = load_file(path)
         for name in NAMES:
             prefix = f"{name}.model."
@@ -335,7 +354,7 @@ def read_metadata(path: str | os.PathLike) -> dict[str, str]:
         raise CheckpointError(f"no checkpoint at {path}") from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
-    if not {"config", "step", "history", "corpus", "token_map"} <= metadata.keys():
+    if not METADATA <= metadata.keys():
         raise CheckpointError(f"{path} is not a checkpoint of engram train")
     return metadata
 
