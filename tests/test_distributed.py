@@ -10,7 +10,9 @@ import pytest
 import sharded_cases
 import torch
 from crew import SIZE, Crew, launch
+from engram import EngramConfig
 from engram.distributed import Layout
+from engram.distributed.plan import Machine, make_plan
 from hypothesis import strategies as st
 
 WORLDS = range(1, SIZE + 1)
@@ -176,3 +178,46 @@ def test_a_rank_that_dies(crew, moment, tmp_path):
         assert (tmp_path / f"error-{rank}").read_text()
     assert (tmp_path / "step-2").exists() is False
     crew.run(sharded_cases.first_checkpoint, 2, folder=str(tmp_path))
+
+
+@pytest.mark.parametrize("sharding, equal", [("rows", False), ("heads", True), ("strided-heads", True), ("heads", False)])
+def test_plans_are_what_is_measured(crew, sharding, equal):
+    """Bytes: exact where every slot travels; within the unevenness of hashes where unique rows do."""
+    found = crew.run(sharded_cases.measured, 3, tokens=64, sharding=sharding, equal=equal)
+    unique = float(np.mean([layer[2] for rank in found for layer in rank]))
+    plan = make_plan(sharded_cases.CONFIG, ranks=3, tokens=64, sharding=sharding, itemsize=4, unique=unique,
+                     equal_tokens=equal, optimizer="row-wise-adagrad")
+    for direction, expected in enumerate((plan.sent_forward, plan.sent_backward)):
+        for rank in range(3):
+            sent = sum(layer[direction] for layer in found[rank])
+            assert sent == round(expected[rank]) if equal else abs(sent / expected[rank] - 1) < 0.2
+    assert plan.optimizer_bytes == [4 * rows for rows in plan.rows]
+
+
+def test_plans_in_numbers():
+    """One layer of four equal heads, 2 ranks: of 400 slots half are away; 1 GB/s, no latency to speak of."""
+    config = EngramConfig(hidden_size=8, vocab_size=50, layer_ids=(0,), heads_per_ngram=2, embed_dim_per_head=5,
+                          moduli=((10, 10, 10, 10),))
+    machine = Machine(bandwidth=1e9, latency=1e-9, memory=1e30)
+    plan = make_plan(config, ranks=2, tokens=100, itemsize=2, unique=0.5, optimizer="lazy-adamw", machine=machine)
+    assert plan.rows == [20, 20] and plan.table_bytes == [200, 200] and plan.optimizer_bytes == [800, 800]
+    assert plan.sent_forward == plan.received_forward == [100 * 4 + 100 * 10] * 2
+    assert plan.sent_backward == plan.received_backward == [100 * 20] * 2
+    assert plan.forward_seconds == pytest.approx(1400e-9 + 3e-9) and plan.backward_seconds == pytest.approx(2001e-9)
+    assert plan.memory_balance == plan.traffic_balance == 1
+    uneven = make_plan(config, ranks=3, tokens=100, sharding="heads")
+    assert uneven.rows == [10, 10, 20] and uneven.memory_balance == 1.5 and uneven.traffic_balance > 1.2
+    alone = make_plan(config, ranks=1, tokens=100)
+    assert alone.sent_forward == alone.received_backward == [0] and alone.traffic_balance == 1
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(ranks=0), "ranks must be at least 1, got 0"), (dict(tokens=0), "tokens must be at least 1"),
+    (dict(unique=0.0), "unique must be in (0, 1], got 0.0"), (dict(optimizer="adam"), "optimizer must be one of"),
+    (dict(sharding="columns"), "sharding must be one of"),
+])
+def test_wrong_plans(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_plan(sharded_cases.CONFIG, **dict(ranks=2, tokens=5) | options)
+    with pytest.raises(ValueError, match="bandwidth must be positive, got 0"):
+        Machine(bandwidth=0)
