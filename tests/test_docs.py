@@ -18,4 +18,4 @@ def test_code_runs(path):
 
 
 def test_there_is_code():
-    assert {"README.md", "training.md", "decoding.md"} <= {path.name for path in DOCUMENTS}
+    assert {"README.md", "training.md", "decoding.md", "distributed.md"} <= {path.name for path in DOCUMENTS}
