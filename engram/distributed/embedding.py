@@ -135,7 +135,8 @@ class ShardedMultiHeadEmbedding(MultiHeadEmbedding):
             [..., C, d] in the dtype of `weight`.
 
         Raises:
-            IndexError: a row outside the table (CPU).
+            IndexError: a row outside the table, or with `equal_tokens` outside the head of its column (on CUDA it reads
+                as zero, unless ENGRAM_DEBUG=1).
             RuntimeError: `weight` is on the meta device, or a lookup that was prefetched differs from this one.
             ValueError: a wrong shape, dtype or device.
         """
@@ -152,7 +153,7 @@ class ShardedMultiHeadEmbedding(MultiHeadEmbedding):
         """Start the lookup of the next forward, beside what the caller does now: on a thread, on CUDA with a stream.
 
         Arguments as of `forward`, which must get the same ones; `weight` must not change in between, nor rows and mask
-        in place. The result has the same bits.
+        in place. The result has the same bits. (On CUDA other rows are found by an assertion on the device.)
 
         Raises:
             RuntimeError: the last lookup that was prefetched has not been used.

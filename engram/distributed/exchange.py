@@ -9,6 +9,9 @@ token ids: hashing again at the owner would save half of the ids, a few percent 
 rank's documents, masks and histories there as well.
 """
 
+import os
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -42,11 +45,11 @@ class UniqueRows:
     def __init__(self, layout: Layout, peers: Peers, rows: Tensor, mask: Tensor | None) -> None:
         self.plan = plan = ops.row_plan(rows, layout.rows, mask=mask)
         ascending = sorted(layout.pieces)
-        int64 = dict(dtype=torch.int64, device=rows.device)
-        edges = torch.tensor([piece.begin for piece in ascending] + [layout.rows], **int64)
+        edges, owners, shifts = _once(layout, "pieces", rows.device, lambda: (
+            [piece.begin for piece in ascending] + [layout.rows], [piece.owner for piece in ascending],
+            [piece.local - piece.begin for piece in ascending]))
         before = plan.rows_before(edges)  # the unique rows of each piece are a range of all of them
-        owners = torch.tensor([piece.owner for piece in ascending], **int64)
-        wanted = torch.zeros(peers.size, **int64).index_add_(0, owners, before.diff())
+        wanted = before.new_zeros(peers.size).index_add_(0, owners, before.diff())
         asked = peers.exchange_counts(wanted)
         numbers = torch.cat([before, wanted, asked]).tolist()  # the only wait for a device
         begins = numbers[: len(edges)]
@@ -54,7 +57,6 @@ class UniqueRows:
 
         count = begins[-1]
         unique = plan.rows(count)
-        shifts = torch.tensor([piece.local - piece.begin for piece in ascending], **int64)
         local = unique + torch.repeat_interleave(shifts, before.diff(), output_size=count)
         self.order = None  # of the unique rows on the wire, by owner; None: by row is by owner
         if ascending != list(layout.pieces):
@@ -88,35 +90,29 @@ class OwnedColumns:
         columns = rows.shape[-1]
         flat = rows.reshape(-1, columns)
         tokens = flat.shape[0]
-        begins = torch.tensor(layout.head_begins, device=rows.device)
-        local = flat.long() - begins[:-1]
-        visible = None if mask is None else mask.reshape(-1, 1)
-        inside = (local >= 0) & (local < begins.diff())
-        fine = inside if visible is None else inside | ~visible
-        if rows.is_cuda:
-            torch._assert_async(fine.all(), "ShardedMultiHeadEmbedding: rows outside the head of their column")
-        elif not fine.all():
-            token, column = (~fine).nonzero()[0].tolist()
+        begins, sizes, starts = _once(layout, "heads", rows.device, lambda: (
+            layout.head_begins[:-1], layout.sizes, _head_starts(layout)))
+        local = flat.long() - begins
+        read = (local >= 0) & (local < sizes)
+        if mask is not None:
+            visible = mask.reshape(-1, 1)
+            wrong, read = ~read & visible, read & visible
+        else:
+            wrong = ~read
+        if (not rows.is_cuda or os.environ.get("ENGRAM_DEBUG") == "1") and wrong.any():
+            token, column = wrong.nonzero()[0].tolist()
             low, high = layout.head_begins[column : column + 2]
             raise IndexError(f"ShardedMultiHeadEmbedding: with equal_tokens, rows of column {column} must be in "
                              f"[{low}, {high}), its head, got {flat[token, column].item()}")
-        starts = torch.empty(columns, dtype=torch.int64)
-        for heads in layout.heads:
-            start = 0
-            for head in heads:
-                starts[head] = start
-                start += layout.sizes[head]
-        local = local + starts.to(rows.device)
-        if visible is not None:
-            local = local.masked_fill(~visible, -1)
-        self.columns = [list(heads) for heads in layout.heads]
-        own = len(self.columns[peers.rank])
-        self.wanted, self.asked = [tokens * len(heads) for heads in self.columns], [tokens * own] * peers.size
+        local = torch.where(read, local + starts, -1)
+        self.heads = layout.heads
+        own = len(self.heads[peers.rank])
+        self.wanted, self.asked = [tokens * len(heads) for heads in self.heads], [tokens * own] * peers.size
         self.ids = peers.exchange(self._by_owner(local.to(_id_dtype(layout))), self.wanted, self.asked)
 
     def _by_owner(self, x: Tensor) -> Tensor:
         """[T, C, ...] to [T * C, ...]: each rank's columns, token by token."""
-        return torch.cat([x[:, heads].flatten(0, 1) for heads in self.columns])
+        return torch.cat([x[:, _slice(heads)].flatten(0, 1) for heads in self.heads])
 
     def fetch(self, peers: Peers, weight: Tensor) -> Tensor:
         return peers.exchange(ops.embedding(weight, self.ids[:, None], row_begin=0)[:, 0], self.asked, self.wanted)
@@ -124,9 +120,8 @@ class OwnedColumns:
     def expand(self, fetched: Tensor) -> Tensor:
         width = fetched.shape[-1]
         out = fetched.new_empty((self.shape[:-1].numel(), self.shape[-1], width))
-        for heads, part in zip(self.columns, fetched.split(self.wanted)):
-            if heads:
-                out[:, heads] = part.view(len(out), len(heads), width)
+        for heads, part in zip(self.heads, fetched.split(self.wanted)):
+            out[:, _slice(heads)] = part.view(len(out), len(heads), width)
         return out.view(*self.shape, width)
 
     def collect(self, peers: Peers, grad: Tensor) -> Tensor:
@@ -161,6 +156,28 @@ class Lookup(torch.autograd.Function):
         else:
             grad = sums.new_zeros(ctx.shape).index_copy_(0, rows, sums)
         return grad, *[None] * 5
+
+
+def _slice(heads: range) -> slice:
+    return slice(heads.start, heads.stop, heads.step)
+
+
+def _head_starts(layout: Layout) -> list[int]:
+    """Where its owner keeps each head."""
+    starts = [0] * len(layout.sizes)
+    for heads in layout.heads:
+        for head, start in zip(heads, accumulate((layout.sizes[head] for head in heads), initial=0)):
+            starts[head] = start
+    return starts
+
+
+def _once(
+    layout: Layout, what: str, device: torch.device, make: Callable[[], Iterable[Sequence[int]]]
+) -> list[Tensor]:
+    """int64 tensors of a layout on a device, copied there once."""
+    if (what, device) not in layout.cache:
+        layout.cache[what, device] = [torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in make()]
+    return layout.cache[what, device]
 
 
 def _id_dtype(layout: Layout) -> torch.dtype:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SHARDINGS = ("rows", "heads", "strided-heads")
 
@@ -67,15 +67,15 @@ class Layout:
         return tuple(accumulate(self.sizes, initial=0))
 
     @cached_property
-    def heads(self) -> tuple[tuple[int, ...], ...]:
+    def heads(self) -> tuple[range, ...]:
         """The heads of each rank, in the order it keeps them; none where "rows" cuts through heads."""
         count = len(self.sizes)
         if self.sharding == "rows":
-            return ((),) * self.ranks
+            return (range(0),) * self.ranks
         if self.sharding == "strided-heads":
-            return tuple(tuple(range(rank, count, self.ranks)) for rank in range(self.ranks))
+            return tuple(range(rank, count, self.ranks) for rank in range(self.ranks))
         bounds = self._bounds(count)
-        return tuple(tuple(range(bounds[rank], bounds[rank + 1])) for rank in range(self.ranks))
+        return tuple(range(bounds[rank], bounds[rank + 1]) for rank in range(self.ranks))
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
@@ -104,6 +104,11 @@ class Layout:
     def local_rows(self) -> tuple[int, ...]:
         """How many rows each rank has."""
         return tuple(sum(p.end - p.begin for p in self.of_rank(rank)) for rank in range(self.ranks))
+
+    @cached_property
+    def cache(self) -> dict[Any, Any]:
+        """For what is made of the layout once: tensors of it on a device."""
+        return {}
 
     def _bounds(self, count: int) -> list[int]:
         if self.splits is not None:
