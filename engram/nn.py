@@ -633,6 +633,8 @@ class Engram(nn.Module):
 
     def to_reference_state_dict(self) -> dict[str, Tensor]:
         """The weights under the official demo's keys and in its shapes; like `state_dict()` they share memory."""
+        if len(self.embedding.weight) != sum(self.embedding.sizes):
+            raise RuntimeError("Engram: the reference has whole tables, this one is spread over ranks; see load_full_weight")
         branches, size = self.config.branches, self.config.hidden_size
         own = {
             "multi_head_embedding.offsets": self.hash.offsets[0],

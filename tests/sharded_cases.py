@@ -332,6 +332,7 @@ def swapped(group) -> None:
     assert sorted(model._ddp_params_and_buffers_to_ignore) == ["first.embedding.weight", "second.embedding.weight"]
     distributed.shard_tables(model, group)      # nothing is left to do
     assert model.first.embedding is table and distributed.sharded_parameters(model) == [table.weight]
+    raises(RuntimeError, "this one is spread over ranks", model.first.to_reference_state_dict)
     meta = distributed.shard_tables(Model("meta"), group)
     assert all(table.is_meta for table in distributed.sharded_parameters(meta))
     raises(ValueError, "model must contain the tables, got a table", distributed.shard_tables, table, group)
