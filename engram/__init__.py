@@ -1,7 +1,7 @@
 """The Engram layer for PyTorch: hashed n-gram memory tables, a context gate and a short convolution.
 
 ``engram.ops`` holds the operators, ``engram.nn`` the modules, ``engram.reference`` the same operators in plain PyTorch,
-``engram.optim`` the optimizers for sparse gradients of tables.
+``engram.optim`` the optimizers for sparse gradients of tables, ``engram.distributed`` tables spread over many devices.
 """
 
 import importlib
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 # Imported when first asked for: what most users of the ops do not need.
-_LAZY = ("checkpoint", "models", "optim", "sizing", "statistics")
+_LAZY = ("checkpoint", "distributed", "models", "optim", "sizing", "statistics")
 
 
 def __getattr__(name: str):

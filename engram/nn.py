@@ -870,7 +870,11 @@ class Engram(nn.Module):
 
         Raises:
             ValueError: the names have no place for this configuration.
+            RuntimeError: the table is spread over ranks.
         """
+        table = getattr(self.embedding, "weight", None)
+        if table is not None and len(table) < sum(self.embedding.sizes):
+            raise RuntimeError("Engram: the reference has whole tables, this one is spread over ranks; see load_full_weight")
         return reference_keys.reference_tensors(self)
 
     def extra_repr(self) -> str:

@@ -41,6 +41,7 @@ WEIGHT_DECAY = 0.1
 TABLE_LR = 5.0  # the tables learn five times as fast and without weight decay, as in the paper
 MAX_GRAD_NORM = 1.0
 HELD_OUT_WINDOWS = 128
+METADATA = {"config", "step", "history", "corpus", "token_map"}  # beside the tensors of a checkpoint
 # Small enough for a dense Adam on two cores. Rows start small: beside token embeddings of std 0.02, rows of std 1 would
 # be noise that the first hundred steps are spent on removing.
 TABLES = dict(max_ngram_size=3, heads_per_ngram=4, embed_dim_per_head=16, table_std=0.02)
@@ -177,7 +178,7 @@ class Trainee:
         self.config, self.device, self.name = config, torch.device(device), name
         torch.manual_seed(config.seed)
         built = LanguageModel(model, token_map)
-        self.model = (built.double() if config.dtype == "float64" else built).to(self.device)
+        self.model = self._prepare((built.double() if config.dtype == "float64" else built).to(self.device))
         self.optimizers = build_optimizers(self.model, config.lr, config.optimizer)
 
     def train_step(self, step: int, batch: tuple[Tensor, ...]) -> float:
@@ -188,16 +189,27 @@ class Trainee:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * schedule(step, self.config.warmup)
-        loss = self._loss(batch)
-        value = loss.item()
-        if not math.isfinite(value):
-            raise DivergenceError(f"the {self.name}'s loss is {value} at step {step + 1}; try a smaller lr")
-        self.model.zero_grad()
-        loss.backward()
-        optim.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        value = self._gradients(step, batch)
         for optimizer in self.optimizers:
             optimizer.step()
         return value
+
+    def _prepare(self, model: LanguageModel) -> LanguageModel:
+        return model
+
+    def _gradients(self, step: int, batch: tuple[Tensor, ...]) -> float:
+        """The loss of a batch; its clipped gradients are the parameters' afterwards."""
+        loss = self._loss(batch)
+        value = self._finite(step, loss.item())
+        self.model.zero_grad()
+        loss.backward()
+        optim.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        return value
+
+    def _finite(self, step: int, loss: float) -> float:
+        if not math.isfinite(loss):
+            raise DivergenceError(f"the {self.name}'s loss is {loss} at step {step + 1}; try a smaller lr")
+        return loss
 
     @torch.no_grad()
     def evaluate(self, batches: list[tuple[Tensor, ...]]) -> float:
@@ -238,7 +250,7 @@ class Comparison:
         self.config, self.corpus, self.device = config, corpus, torch.device(device)
         self.token_map = TokenMap.from_tokenizer(corpus.tokenizer)
         self.trainees = {
-            name: Trainee(config, model_config(config, self.token_map, name == ENGRAM), self.token_map, device, name)
+            name: self._trainee(config, model_config(config, self.token_map, name == ENGRAM), self.token_map, device, name)
             for name in NAMES
         }
         self.models = {name: trainee.model for name, trainee in self.trainees.items()}
@@ -247,11 +259,15 @@ class Comparison:
         self.seconds = dict.fromkeys(NAMES, 0.0)  # of the steps made here
         self.history = {"train": [], "held_out": []}
 
+    def _trainee(self, *arguments: Any) -> Trainee:
+        return Trainee(*arguments)
+
     def parameter_counts(self) -> dict[str, int]:
         """`{"baseline": n, "engram": n, "tables": n}`; the tables are part of "engram"."""
         counts = {name: sum(p.numel() for p in model.parameters()) for name, model in self.models.items()}
-        modules = self.models[ENGRAM].modules()
-        counts["tables"] = sum(m.weight.numel() for m in modules if isinstance(m, MultiHeadEmbedding))
+        tables = [m for m in self.models[ENGRAM].modules() if isinstance(m, MultiHeadEmbedding)]
+        counts["tables"] = sum(sum(m.sizes) * m.dim for m in tables)
+        counts[ENGRAM] += counts["tables"] - sum(m.weight.numel() for m in tables)  # rows that other ranks have
         return counts
 
     def optimizer_bytes(self) -> dict[str, int]:
@@ -310,14 +326,7 @@ class Comparison:
                 for index, state in optimizer.state_dict()["state"].items():
                     for key, tensor in state.items():
                         tensors[f"{name}.optimizer.{number}.{index}.{key}"] = tensor
-        metadata = {
-            "format": "pt",
-            "config": self.config.to_json(),
-            "step": str(self.step),
-            "history": json.dumps(self.history),
-            "corpus": self.corpus.fingerprint,
-            "token_map": self.token_map.fingerprint,
-        }
+        metadata = {"format": "pt", **self._metadata()}
         path = Path(path)
         part = path.with_name(path.name + ".part")
         try:
@@ -330,14 +339,17 @@ class Comparison:
         finally:
             part.unlink(missing_ok=True)
 
-    def load(self, path: str | os.PathLike) -> None:
-        """Take over models, optimizers, step and history of a checkpoint of this very run (steps may differ).
+    def _metadata(self) -> dict[str, str]:
+        return {
+            "config": self.config.to_json(),
+            "step": str(self.step),
+            "history": json.dumps(self.history),
+            "corpus": self.corpus.fingerprint,
+            "token_map": self.token_map.fingerprint,
+        }
 
-        Raises CheckpointError where it cannot be read or differs in settings or text; nothing is changed then.
-        """
-        from safetensors.torch import load_file
-
-        metadata = read_metadata(path)
+    def _refuse_another(self, path: str | os.PathLike, metadata: dict[str, str]) -> None:
+        """Raises CheckpointError unless the metadata is that of this very run."""
         stored = TrainConfig.from_json(metadata["config"])
         differing = [
             f.name for f in fields(stored)
@@ -347,6 +359,16 @@ class Comparison:
             raise CheckpointError(f"{path} was trained with another {', '.join(differing)}")
         if metadata["corpus"] != self.corpus.fingerprint or metadata["token_map"] != self.token_map.fingerprint:
             raise CheckpointError(f"{path} was trained on another text: the files or the tokenizer have changed")
+
+    def load(self, path: str | os.PathLike) -> None:
+        """Take over models, optimizers, step and history of a checkpoint of this very run (steps may differ).
+
+        Raises CheckpointError where it cannot be read or differs in settings or text; nothing is changed then.
+        """
+        from safetensors.torch import load_file
+
+        metadata = read_metadata(path)
+        self._refuse_another(path, metadata)
         tensors = load_file(path)
         for name in NAMES:
             prefix = f"{name}.model."
@@ -377,7 +399,7 @@ def read_metadata(path: str | os.PathLike) -> dict[str, str]:
         raise CheckpointError(f"no checkpoint at {path}") from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
-    if not {"config", "step", "history", "corpus", "token_map"} <= metadata.keys():
+    if not METADATA <= metadata.keys():
         raise CheckpointError(f"{path} is not a checkpoint of engram train")
     return metadata
 
