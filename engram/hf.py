@@ -15,7 +15,7 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from engram.boundaries import check_tokenwise, document_ids_from
 from engram.config import EngramConfig
 from engram.nn import Engram, layer_moduli
-from engram.optim import LazyAdamW, clip_grad_norm_, param_groups
+from engram.optim import clip_grad_norm_
 from engram.state import EngramState
 from engram.vocab import TokenMap
 
@@ -40,7 +40,7 @@ except ImportError as error:
         f'engram.hf needs transformers 4.57 or newer: python -m pip install "engram-torch[hf]" ({error})'
     ) from error
 
-__all__ = ["MODEL_TYPES", "add_engram", "load_engram", "set_train_mode", "trainer_optimizer"]
+__all__ = ["MODEL_TYPES", "add_engram", "load_engram", "set_train_mode", "clip_sparse_gradients"]
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2")
 """`config.model_type` of the models that take Engram layers."""
@@ -233,26 +233,30 @@ def _tokens(given: dict[str, Any], mask: Tensor | None, document_ids: Tensor | N
 
 def _state(cache: Cache, engram: Engram, hidden: Tensor, max_rollback: int) -> EngramState:
     """The state of `engram` in `cache`; a new one where the cache is empty."""
-    cache = getattr(cache, "self_attention_cache", cache)
     layers, index = cache.layers, engram.layer_id
     while len(layers) <= index and cache.layer_class_to_replicate is not None:  # as the first update would do
         layers.append(cache.layer_class_to_replicate())
     layer = layers[index]
-    if not _is(layer, _cache_layer):
-        layer.__class__ = _cache_layer(type(layer))
-    state, batch = layer.engram_state, hidden.shape[0]
-    if state is not None and (state.batch_size == batch or layer.get_seq_length() > 0):
-        return state
+    state = getattr(layer, "engram_state", None)
+    if state is None or state.batch_size != hidden.shape[0] and layer.get_seq_length() == 0:
+        state = _begin(layer, engram, hidden, max_rollback)
+    return state
+
+
+@torch.compiler.disable
+def _begin(layer: Any, engram: Engram, hidden: Tensor, max_rollback: int) -> EngramState:
     if layer.get_seq_length() > 0:
         raise ValueError("the cache holds tokens that the Engram layers have not seen (or that a crop beyond max_rollback "
                          "made them forget): begin with an empty cache")
+    if not _is(layer, _cache_layer):
+        layer.__class__ = _cache_layer(type(layer))
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    layer.engram_state = state = engram.init_state(batch, max_rollback, dtype=dtype)
-    if layer.is_compileable and not torch.compiler.is_compiling():
-        for tensor in pytree.tree_leaves(state):
+    layer.engram_state = engram.init_state(hidden.shape[0], max_rollback, dtype=dtype)
+    if layer.is_compileable:
+        for tensor in pytree.tree_leaves(layer.engram_state):
             torch._dynamo.mark_static_address(tensor)
-    return state
+    return layer.engram_state
 
 
 # Putting in, saving, loading.
@@ -351,41 +355,27 @@ def set_train_mode(model: nn.Module, mode: str) -> None:
             module.requires_grad_(True)
 
 
-def trainer_optimizer(
-    model: nn.Module,
-    lr: float,
-    *,
-    weight_decay: float = 0.0,
-    table_lr_multiplier: float = 5.0,
-    max_grad_norm: float | None = 1.0,
-    **kwargs: Any,
-) -> LazyAdamW:
-    """One optimizer for dense parameters and tables with sparse gradients: `Trainer(..., optimizers=(this, None))`.
+def clip_sparse_gradients(trainer: Any) -> None:
+    """Let a `transformers.Trainer` clip, and log the norm of, the gradients of tables with `sparse_grad`.
 
-    AdamW for the dense ones, for tables AdamW over the rows that a batch touched. `Trainer` clips with torch's
-    `clip_grad_norm_`, which knows no sparse gradients: set `TrainingArguments(max_grad_norm=0)`; this clips at the
-    beginning of its step, when gradients are accumulated, averaged and unscaled.
+    Trainer has its accelerator clip them with torch's `clip_grad_norm_`, which raises NotImplementedError for sparse
+    gradients. From here on this accelerator uses `engram.optim.clip_grad_norm_` where there are any.
 
     Args:
-        model: parameters that need no gradient are left out.
-        lr, weight_decay, table_lr_multiplier: see `engram.optim.param_groups`.
-        max_grad_norm: what the norm of all gradients is brought down to; None: they are not clipped.
-        kwargs: of LazyAdamW.
-
-    Raises:
-        ValueError: a number out of its range, or no parameter to train.
+        trainer: a Trainer, or a subclass; its optimizer must take sparse gradients too, as LazyAdamW does:
+            `optimizers=(engram.optim.LazyAdamW(engram.optim.param_groups(model, lr, weight_decay)), None)`.
     """
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"trainer_optimizer: max_grad_norm must be above 0 or None, got {max_grad_norm}")
-    optimizer = LazyAdamW(param_groups(model, lr, weight_decay, table_lr_multiplier), lr=lr, **kwargs)
-    if max_grad_norm is not None:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+    accelerator = trainer.accelerator
+    dense = accelerator.clip_grad_norm_
 
-        def clip(*_: Any) -> None:
-            clip_grad_norm_(params, max_grad_norm)
+    def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor | None:
+        parameters = list(parameters)
+        if not any(param.grad is not None and param.grad.is_sparse for param in parameters):
+            return dense(parameters, max_norm, norm_type=norm_type)
+        accelerator.unscale_gradients()
+        return clip_grad_norm_(parameters, max_norm, norm_type)
 
-        optimizer.register_step_pre_hook(clip)
-    return optimizer
+    accelerator.clip_grad_norm_ = clip
 
 
 def _check_model(model: Any) -> None:
@@ -466,6 +456,7 @@ def _become(module: nn.Module, grafted: Callable[[type], type]) -> None:
         from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 
         remove_hook_from_module(module)
+        vars(module).pop("forward", None)
     module.__class__ = grafted(type(module))
     if hook is not None:
         add_hook_to_module(module, hook)
@@ -486,7 +477,7 @@ def _load_layers(model: PreTrainedModel, path: str | os.PathLike, hub: dict[str,
         missing, _ = engram.load_state_dict({n.removeprefix(start): _read(files[n], n) for n in names}, strict=False)
         shared = ["embedding.weight"] if settings["share_table"] and index != config.layer_ids[0] else []
         if missing != shared:
-            raise ValueError(f"from_pretrained: {os.fspath(path)!r} has no weights {start}{', '.join(missing)}")
+            raise ValueError(f"from_pretrained: {os.fspath(path)!r} has no {start}{', '.join(missing)}")
     _attach(model, engrams, config, settings["share_table"], settings["max_rollback"])
 
 
