@@ -4,9 +4,9 @@
 
     hidden = hidden + engram(hidden, token_ids)
 
-Nothing is hooked or patched: the model, its base model and its decoder layers become instances of subclasses of their own
-classes, made here under the same names (trainers, FSDP and checkpoints know layers by name). The base model hands the
-token ids down to the layers; what decoding keeps of a sequence lies in the layer of the cache that has its keys and
+Nothing is hooked or patched: the model, its base model and its decoder layers become instances of subclasses of their
+own classes, made here under the same names (trainers, FSDP and checkpoints know layers by name). The base model hands
+the token ids down to the layers; what decoding keeps of a sequence lies in the layer of the cache that has its keys and
 values, and is cropped, reordered and repeated with them.
 """
 
@@ -96,7 +96,8 @@ def _causal_lm(host: type) -> type:
         @classmethod
         def from_pretrained(cls, path: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
             """`transformers`' own, then the Engram layers; see `load_engram`."""
-            kwargs.setdefault("dtype", "auto")
+            if "torch_dtype" not in kwargs:  # the name before
+                kwargs.setdefault("dtype", "auto")
             loaded = super().from_pretrained(path, *args, **kwargs)
             model = loaded[0] if isinstance(loaded, tuple) else loaded
             _load_layers(model, path, {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs})
@@ -127,7 +128,8 @@ def _backbone(host: type) -> type:
     class Backbone(host):
         @functools.wraps(host.forward)
         def forward(
-            self, *args: Any, engram_mask: Tensor | None = None, engram_document_ids: Tensor | None = None, **kwargs: Any
+            self, *args: Any, engram_mask: Tensor | None = None, engram_document_ids: Tensor | None = None,
+            **kwargs: Any,
         ) -> Any:
             tokens = _tokens(dict(zip(names, args)) | kwargs, engram_mask, engram_document_ids)
             return super().forward(*args, engram_tokens=tokens, **kwargs)
@@ -207,12 +209,13 @@ def _tokens(given: dict[str, Any], mask: Tensor | None, document_ids: Tensor | N
     """Ids, mask and documents out of the arguments that the base model was called with."""
     ids = given.get("input_ids")
     if ids is None:
-        raise ValueError("a model with Engram layers needs input_ids: they hash token ids, which inputs_embeds do not have")
+        raise ValueError("a model with Engram layers needs input_ids: they hash token ids, inputs_embeds have none")
     ids = ids.view(-1, ids.shape[-1])
     shape = batch, tokens = tuple(ids.shape)
     cache = given.get("cache", given.get("past_key_values"))
     if cache is not None and not isinstance(cache, Cache):
-        raise TypeError(f"a model with Engram layers keeps its state in a transformers Cache, got {type(cache).__name__}")
+        raise TypeError("a model with Engram layers keeps their state in a transformers Cache, got "
+                        f"{type(cache).__name__}")
     before = 0 if cache is None else cache.get_seq_length()
 
     attention = given.get("attention_mask")
@@ -246,8 +249,8 @@ def _state(cache: Cache, engram: Engram, hidden: Tensor, max_rollback: int) -> E
 @torch.compiler.disable
 def _begin(layer: Any, engram: Engram, hidden: Tensor, max_rollback: int) -> EngramState:
     if layer.get_seq_length() > 0:
-        raise ValueError("the cache holds tokens that the Engram layers have not seen (or that a crop beyond max_rollback "
-                         "made them forget): begin with an empty cache")
+        raise ValueError("the cache holds tokens that the Engram layers have not seen (or that a crop beyond "
+                         "max_rollback made them forget): begin with an empty cache")
     if not _is(layer, _cache_layer):
         layer.__class__ = _cache_layer(type(layer))
     device = hidden.device.type
@@ -273,21 +276,21 @@ def add_engram(
 ) -> PreTrainedModel:
     """Put Engram layers before the attention of the decoder layers `config.layer_ids`, in place.
 
-    The new layers take dtype and device of the decoder layer (the table `config.table_dtype` where that is set), show up
-    as `...layers.{i}.engram.*` in parameters and state dict, and are saved by `save_pretrained`; `load_engram` or
-    `type(model).from_pretrained` gives the model back. Calls take two more arguments: `engram_mask` bool [B, T], False =
-    not a token (by default a two-dimensional `attention_mask` says so), and `engram_document_ids` integer [B, T] (by
+    The new layers take dtype and device of the decoder layer (the table `config.table_dtype` where that is set), show
+    up as `...layers.{i}.engram.*` in parameters and state dict, and are saved by `save_pretrained`; `load_engram` or
+    `type(model).from_pretrained` gives the model back. Calls take two more arguments: `engram_mask` bool [B, T], False
+    = not a token (by default a two-dimensional `attention_mask` says so), and `engram_document_ids` integer [B, T] (by
     default `position_ids` that begin anew do, where no cache is continued).
 
     Args:
         model: a causal language model whose `config.model_type` is in MODEL_TYPES; not yet wrapped (PEFT, DDP).
-        config: `hidden_size` and `vocab_size` (rows of the input embedding) of the model; `branches` 1, for such a model
-            has one residual stream.
+        config: `hidden_size` and `vocab_size` (rows of the input embedding) of the model; `branches` 1, for such a
+            model has one residual stream.
         tokenizer_or_token_map: a TokenMap; or what `TokenMap.from_tokenizer` takes, a fast tokenizer of `transformers`
             among that; or None: raw ids are hashed.
-        train_mode: see `set_train_mode`.
+        train_mode: "engram": the model's own parameters are frozen; "all": they are left as they are.
         share_table: one table for all layers (with hash multipliers of their own), sized as that of the first.
-        max_rollback: how many tokens at a time a cache can be cropped by: drafts of assisted decoding and prompt lookup.
+        max_rollback: by how many tokens a cache can be cropped: drafts of assisted decoding and prompt lookup.
 
     Returns:
         `model`.
@@ -304,15 +307,16 @@ def add_engram(
     if token_map is not None and not isinstance(token_map, TokenMap):
         token_map = TokenMap.from_tokenizer(token_map, vocab_size=config.vocab_size)
     if token_map is None and config.compressed_vocab_size is not None:
-        raise ValueError(f"add_engram: compressed_vocab_size is {config.compressed_vocab_size}, so a tokenizer or token "
-                         "map is needed")
+        raise ValueError(f"add_engram: compressed_vocab_size is {config.compressed_vocab_size}, so a tokenizer or "
+                         "token map is needed")
     if token_map is not None and config.compressed_vocab_size is None:
         config = dataclasses.replace(config, compressed_vocab_size=token_map.compressed_vocab_size)
     if share_table:
         sizes = layer_moduli(config, config.layer_ids[0])
         config = dataclasses.replace(config, moduli=(sizes,) * len(config.layer_ids))
     _attach(model, _new_layers(model, config, token_map), config, share_table, max_rollback)
-    set_train_mode(model, train_mode)
+    if train_mode == "engram":
+        set_train_mode(model, train_mode)
     return model
 
 
@@ -330,7 +334,7 @@ def load_engram(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
     if config is None:
         config = AutoConfig.from_pretrained(path, **{k: kwargs[k] for k in _HUB_ARGUMENTS if k in kwargs})
     if getattr(config, "engram", None) is None:
-        raise ValueError(f"load_engram: {os.fspath(path)!r} has no Engram layers: its config.json has no field 'engram'")
+        raise ValueError(f"load_engram: {os.fspath(path)!r} has no Engram layers: no field 'engram' in its config.json")
     host = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return _causal_lm(host).from_pretrained(path, config=config, **kwargs)
 
@@ -346,13 +350,10 @@ def set_train_mode(model: nn.Module, mode: str) -> None:
         ValueError: another mode.
     """
     _check_train_mode(mode)
-    if mode == "all":
-        model.requires_grad_(True)
-        return
-    model.requires_grad_(False)
-    for module in model.modules():
-        if isinstance(module, Engram):
-            module.requires_grad_(True)
+    memory = {id(p) for module in model.modules() if isinstance(module, Engram) for p in module.parameters()}
+    for param in model.parameters():
+        if param.is_floating_point():  # what is quantized to integers is not trained
+            param.requires_grad_(mode == "all" or id(param) in memory)
 
 
 def clip_sparse_gradients(trainer: Any) -> None:
@@ -387,7 +388,8 @@ def _check_model(model: Any) -> None:
         raise ValueError(f"add_engram: model must be a causal language model of type {', '.join(MODEL_TYPES)}, "
                          f"got {type(model).__name__} of type {kind!r}")
     if _is(model.base_model, _backbone):
-        raise ValueError(f"add_engram: the model has Engram layers already, at {model.config.engram['config']['layer_ids']}")
+        raise ValueError("add_engram: the model has Engram layers already, at "
+                         f"{model.config.engram['config']['layer_ids']}")
     if any(param.is_meta for param in model.parameters()):
         raise ValueError("add_engram: the model's weights are offloaded or not loaded yet; add Engram layers first")
 
@@ -396,7 +398,8 @@ def _check_fit(model: PreTrainedModel, config: EngramConfig, max_rollback: int) 
     if not isinstance(config, EngramConfig):
         raise TypeError(f"add_engram: config must be an EngramConfig, got {type(config).__name__}")
     if config.branches != 1:
-        raise ValueError(f"add_engram: branches must be 1, a transformer has one residual stream, got {config.branches}")
+        raise ValueError("add_engram: branches must be 1, a transformer has one residual stream, got "
+                         f"{config.branches}")
     for name, own in (("hidden_size", model.config.hidden_size),
                       ("vocab_size", model.get_input_embeddings().num_embeddings)):
         if getattr(config, name) != own:

@@ -27,4 +27,5 @@ def test_code_runs(path):
 
 
 def test_there_is_code():
-    assert {"README.md", "training.md", "decoding.md", "huggingface.md", "recipes.md"} <= {path.name for path in DOCUMENTS}
+    expected = {"README.md", "training.md", "decoding.md", "huggingface.md", "recipes.md"}
+    assert expected <= {path.name for path in DOCUMENTS}
