@@ -23,6 +23,8 @@ from engram.vocab import TokenMap
 _HALF = (torch.bfloat16, torch.float16)
 _SLOW_HALF = [dtype for dtype in _HALF if not _C.half_products(str(dtype).removeprefix("torch."))]
 
+_DECODED_TOKENS = 16  # B * T up to which one call of ops.decode beats the ops one after another
+
 __all__ = ["NgramHash", "MultiHeadEmbedding", "ContextGate", "ShortConv", "Engram"]
 
 
@@ -116,11 +118,7 @@ class NgramHash(nn.Module):
             ValueError: a wrong shape, dtype or device.
         """
         config = self.config
-        if config.compressed_vocab_size is not None and self.token_map.numel() == 0:
-            raise RuntimeError(
-                f"NgramHash: compressed_vocab_size is {config.compressed_vocab_size} but there is no token map yet; "
-                "pass token_map= or load a state dict that has one"
-            )
+        self.check_map()
         if not config.mask_blocks_hash:
             mask = None
         if config.boundary == "eos":
@@ -141,6 +139,14 @@ class NgramHash(nn.Module):
             mask=mask,
             history=history,
         )
+
+    def check_map(self) -> None:
+        """Raise RuntimeError while the token map that the configuration speaks of is missing."""
+        if self.config.compressed_vocab_size is not None and self.token_map.numel() == 0:
+            raise RuntimeError(
+                f"NgramHash: compressed_vocab_size is {self.config.compressed_vocab_size} but there is no token map yet; "
+                "pass token_map= or load a state dict that has one"
+            )
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
         token_map = state_dict.get(prefix + "token_map")
@@ -465,6 +471,12 @@ class Engram(nn.Module):
         batch, tokens = shape = streams.shape[:2]
         check_tokenwise("Engram", shape, token_ids=token_ids, document_ids=document_ids)
         visible = visible_tokens("Engram", shape, mask, lengths)
+        if state is not None:
+            self._check_state(state, batch)
+            if rows is None and token_ids is not None and self._decodes(streams, state):
+                with stage("decode"):
+                    return self._decode(streams, token_ids, document_ids, visible, state, lengths, residual).view(
+                        hidden.shape)
         if token_ids is not None and lengths is not None and not config.mask_blocks_hash:
             # Masked ids are hashed here, those past the end still must not be read.
             within = visible_tokens("Engram", shape, None, lengths)
@@ -477,7 +489,6 @@ class Engram(nn.Module):
             raise ValueError("Engram: token_ids or rows must be given")
         marks = history = None
         if state is not None:
-            self._check_state(state, batch)
             if rows is None or reads_ends:
                 marks, history = self._recall(state.history, token_ids, document_ids, blocking)
                 if document_ids is not None or config.boundary == "eos":
@@ -513,6 +524,38 @@ class Engram(nn.Module):
         if marks is not None:
             state.history.append(marks, blocking, lengths, ids=token_ids.long())
         return out.view(hidden.shape)
+
+    def _decodes(self, streams: Tensor, state: EngramState) -> bool:
+        """Whether `ops.decode` does this step: few tokens, no gradient, and one dtype for all that it streams."""
+        batch, tokens = streams.shape[:2]
+        if self.conv is None or not 0 < batch * tokens <= _DECODED_TOKENS or streams.device.type != "cpu":
+            return False
+        weight = self.key_proj.weight
+        if torch.is_autocast_enabled("cpu") or self.embedding.weight.dtype != weight.dtype:
+            return False
+        if state.conv.tensors["value"].dtype != weight.dtype:
+            return False
+        if streams.dtype != weight.dtype and (streams.dtype != torch.float32 or weight.dtype not in _HALF):
+            return False
+        return not torch.is_grad_enabled() or not any(x.requires_grad for x in (streams, *self.parameters()))
+
+    def _decode(
+        self, streams: Tensor, token_ids: Tensor, document_ids: Tensor | None, visible: Tensor | None,
+        state: EngramState, lengths: Tensor | None, residual: bool,
+    ) -> Tensor:
+        config, constants = self.config, self.hash
+        constants.check_map()
+        return ops.decode(
+            streams, token_ids, constants.multipliers, constants.moduli, constants.offsets, self.embedding.weight,
+            self.key_proj.weight, self.key_proj.bias, self.value_proj.weight, self.value_proj.bias,
+            self.gate.hidden_weight, self.gate.key_weight, self.conv.weight, self.conv.norm_weight,
+            list(state.history.tensors.values()), list(state.conv.tensors.values()),
+            pad_id=config.pad_id, max_rollback=state.max_rollback, eps=norm_eps(config, streams),
+            conv_eps=config.conv_norm_eps, dilation=config.conv_dilation, zero_rule=config.zero_rule,
+            eos_id=config.eos_id if config.boundary == "eos" else None, mask_blocks_hash=config.mask_blocks_hash,
+            conv_reset=config.conv_reset, token_map=constants.token_map if constants.token_map.numel() else None,
+            document_ids=document_ids, mask=visible, lengths=lengths, residual=residual,
+        )
 
     def _recall(
         self, ring: Ring, token_ids: Tensor, document_ids: Tensor | None, blocking: Tensor | None

@@ -1,5 +1,6 @@
 """The operators of the Engram layer; ``engram.reference`` has the same functions in plain PyTorch."""
 
+from engram.ops.decode import decode
 from engram.ops.embedding import embedding
 from engram.ops.gate import gate
 from engram.ops.gate_conv import gate_conv
@@ -9,4 +10,6 @@ from engram.ops.row_sum import row_sum
 from engram.ops.row_update import row_update
 from engram.ops.short_conv import short_conv
 
-__all__ = ["embedding", "gate", "gate_conv", "ngram_hash", "row_plan", "row_sum", "row_update", "short_conv"]
+__all__ = [
+    "decode", "embedding", "gate", "gate_conv", "ngram_hash", "row_plan", "row_sum", "row_update", "short_conv",
+]
