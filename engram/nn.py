@@ -528,14 +528,14 @@ class Engram(nn.Module):
     def _decodes(self, streams: Tensor, state: EngramState) -> bool:
         """Whether `ops.decode` does this step: few tokens, no gradient, and one dtype for all that it streams."""
         batch, tokens = streams.shape[:2]
-        if self.conv is None or not 0 < batch * tokens <= _DECODED_TOKENS or streams.device.type != "cpu":
+        if state.conv is None or not 0 < batch * tokens <= _DECODED_TOKENS or not streams.is_cpu:
             return False
-        weight = self.key_proj.weight
-        if torch.is_autocast_enabled("cpu") or self.embedding.weight.dtype != weight.dtype:
+        dtype = self.embedding.weight.dtype
+        if {dtype, self.key_proj.weight.dtype, state.conv.tensors["value"].dtype} != {dtype}:
             return False
-        if state.conv.tensors["value"].dtype != weight.dtype:
+        if streams.dtype != dtype and (streams.dtype != torch.float32 or dtype not in _HALF):
             return False
-        if streams.dtype != weight.dtype and (streams.dtype != torch.float32 or weight.dtype not in _HALF):
+        if torch.is_autocast_enabled("cpu"):
             return False
         return not torch.is_grad_enabled() or not any(x.requires_grad for x in (streams, *self.parameters()))
 
@@ -543,17 +543,18 @@ class Engram(nn.Module):
         self, streams: Tensor, token_ids: Tensor, document_ids: Tensor | None, visible: Tensor | None,
         state: EngramState, lengths: Tensor | None, residual: bool,
     ) -> Tensor:
-        config, constants = self.config, self.hash
+        config, constants, key_proj, value_proj = self.config, self.hash, self.key_proj, self.value_proj
         constants.check_map()
+        gate, conv, token_map = self.gate, self.conv, constants.token_map
         return ops.decode(
             streams, token_ids, constants.multipliers, constants.moduli, constants.offsets, self.embedding.weight,
-            self.key_proj.weight, self.key_proj.bias, self.value_proj.weight, self.value_proj.bias,
-            self.gate.hidden_weight, self.gate.key_weight, self.conv.weight, self.conv.norm_weight,
+            key_proj.weight, key_proj.bias, value_proj.weight, value_proj.bias,
+            gate.hidden_weight, gate.key_weight, conv.weight, conv.norm_weight,
             list(state.history.tensors.values()), list(state.conv.tensors.values()),
             pad_id=config.pad_id, max_rollback=state.max_rollback, eps=norm_eps(config, streams),
             conv_eps=config.conv_norm_eps, dilation=config.conv_dilation, zero_rule=config.zero_rule,
             eos_id=config.eos_id if config.boundary == "eos" else None, mask_blocks_hash=config.mask_blocks_hash,
-            conv_reset=config.conv_reset, token_map=constants.token_map if constants.token_map.numel() else None,
+            conv_reset=config.conv_reset, token_map=token_map if token_map.numel() else None,
             document_ids=document_ids, mask=visible, lengths=lengths, residual=residual,
         )
 

@@ -47,14 +47,15 @@ void launch(const Cuda& device, const Decode<H, K>& a, const DebugFlag& debug) {
 #endif
 
 // A tensor of the state, which is written in place: no copy may stand in for it.
-template <typename T>
-T* in_place(const char* argument, const char* name, const Tensor& t, ScalarType dtype, const Sizes& sizes,
-            const Tensor& like) {
-  const std::string whole = std::string(argument) + "." + name;
-  require_device(kOp, whole.c_str(), t, like);
-  if (t.scalar_type() != dtype || sizes_of(t) != sizes || !t.is_contiguous())
-    fail(kOp, whole, std::string("contiguous ") + name_of(dtype) + " " + list(sizes), describe(t));
-  return static_cast<T*>(t.mutable_data_ptr());
+void* in_place(const char* argument, const char* name, const Tensor& t, ScalarType dtype,
+               std::initializer_list<int64_t> sizes, const Tensor& like) {
+  const auto own = t.sizes();
+  if (t.scalar_type() != dtype || !std::equal(own.begin(), own.end(), sizes.begin(), sizes.end()) || !t.is_contiguous())
+    fail(kOp, argument,
+         std::string("a state whose ") + name + " is contiguous " + name_of(dtype) + " " + list(Sizes(sizes)),
+         describe(t));
+  require_device(kOp, argument, t, like);
+  return t.mutable_data_ptr();
 }
 
 // The tensors of a ring in the order of engram/ops/_state.py; what follows the marks is the payload.
@@ -63,18 +64,32 @@ RingMarks ring_of(const char* argument, const std::vector<Tensor>& ring, size_t 
   if (ring.size() != 5 + payload)
     fail(kOp, argument, "the " + std::to_string(5 + payload) + " tensors of a ring", std::to_string(ring.size()));
   const int64_t slots = std::max<int64_t>(1, reach + max_rollback);
-  const auto integers = [&](const char* name, size_t i, const Sizes& sizes) {
-    return in_place<int64_t>(argument, name, ring[i], ScalarType::Long, sizes, like);
+  const auto integers = [&](const char* name, size_t i, std::initializer_list<int64_t> sizes) {
+    return static_cast<int64_t*>(in_place(argument, name, ring[i], ScalarType::Long, sizes, like));
   };
   return {integers("position", 0, {batch}),
           integers("room", 1, {batch}),
-          in_place<bool>(argument, "visible", ring[2], ScalarType::Bool, {batch, slots}, like),
+          static_cast<bool*>(in_place(argument, "visible", ring[2], ScalarType::Bool, {batch, slots}, like)),
           integers("runs", 3, {batch, slots}),
           integers("documents", 4, {batch, slots}),
           slots,
           reach,
           max_rollback};
 }
+
+// All scratch of a step out of one tensor.
+class Scratch {
+  int64_t next = 0;
+  Tensor bytes;
+
+ public:
+  Scratch(const Tensor& like, int64_t size) : bytes(empty(like, {size}, ScalarType::Byte)) {}
+  static int64_t room(int64_t count, int64_t size) { return (count * size + 63) / 64 * 64; }
+  template <typename T> T* take(int64_t count) {
+    const int64_t at = std::exchange(next, next + room(count, sizeof(T)));
+    return reinterpret_cast<T*>(static_cast<char*>(bytes.mutable_data_ptr()) + at);
+  }
+};
 
 // A weight that is read as it lies in memory.
 Tensor projection_weight(const char* argument, const Tensor& t, ScalarType dtype, const Sizes& sizes,
@@ -174,26 +189,24 @@ Tensor decode(Tensor hidden, Tensor token_ids, Tensor multipliers, Tensor moduli
                   eos_id.has_value(),
                   mask_blocks_hash,
                   conv_reset};
-  step.ids = in_place<int64_t>("history", "ids", history[5], ScalarType::Long, {B, step.history.slots}, hidden);
-  void* ring_value = in_place<void>("conv", "value", conv[5], dtype, {B, step.conv.slots, D}, hidden);
-  void* ring_stats = in_place<void>("conv", "stats", conv[6], wide, {B, step.conv.slots, stats}, hidden);
+  step.ids = static_cast<int64_t*>(
+      in_place("history", "ids", history[5], ScalarType::Long, {B, step.history.slots}, hidden));
+  void* ring_value = in_place("conv", "value", conv[5], dtype, {B, step.conv.slots, D}, hidden);
+  void* ring_stats = in_place("conv", "stats", conv[6], wide, {B, step.conv.slots, stats}, hidden);
 
-  // One tensor for all integers of the step, one for all masks.
-  const Tensor integers = empty(hidden, {B * (5 * T + P + N - 1 + T * C)}, ScalarType::Long);
-  const Tensor masks = empty(hidden, {B * (2 * T + P)}, ScalarType::Bool);
-  int64_t* next = integers.mutable_data_ptr<int64_t>();
-  const auto take = [&](int64_t count) { return std::exchange(next, next + count); };
-  DecodeMarks marks{take(B * T), take(B * T), take(B * T), take(B * (N - 1)), masks.mutable_data_ptr<bool>(),
-                    take(B * (P + T)), take(B * T), masks.mutable_data_ptr<bool>() + B * T};
+  const Tensor out = empty(hidden, {B, T, G, D});
+  const int64_t rows = B * T, positions = B * (P + T);
+  Scratch scratch(hidden, 16 * 64 + 8 * (rows * (5 + C) + positions + B * (N - 1)) + rows + positions +
+                              8 * (rows * (E + stats) + B * P * (D + stats)));
+  DecodeMarks marks{scratch.take<int64_t>(rows),        scratch.take<int64_t>(rows), scratch.take<int64_t>(rows),
+                    scratch.take<int64_t>(B * (N - 1)), scratch.take<bool>(rows),    scratch.take<int64_t>(positions),
+                    scratch.take<int64_t>(rows),        scratch.take<bool>(positions)};
   NgramHash hash{marks.ids, multipliers.const_data_ptr<int64_t>(), moduli.const_data_ptr<int64_t>(),
                  offsets.const_data_ptr<int64_t>(), read<int32_t>(token_map), marks.runs, marks.hashed, marks.history,
-                 take(B * T * C), pad_id, B, T, 1, N, C, V};
+                 scratch.take<int64_t>(rows * C), pad_id, B, T, 1, N, C, V};
   ShortConvShape shape = c.shape;
   shape.document_ids = marks.conv_runs;
   shape.mask = marks.visible;
-  const Tensor memory = empty(hidden, {B, T, E}, wide), own_stats = empty(hidden, {B, T, stats}, wide),
-               past_value = empty(hidden, {B, P, D}, dtype), past_stats = empty(hidden, {B, P, stats}, wide),
-               out = empty(hidden, {B, T, G, D});
   if constexpr (std::is_same_v<Device, Cpu>) {
     for (int64_t i = 0; i < C; ++i)
       if (hash.moduli[i] < 1) fail(kOp, "moduli", "positive", std::to_string(hash.moduli[i]));
@@ -201,6 +214,21 @@ Tensor decode(Tensor hidden, Tensor token_ids, Tensor multipliers, Tensor moduli
   }
   dispatch_gate(g, [&]<typename H, typename K>() {
     using A = accumulate_t<H>;
+    A* memory = scratch.take<A>(rows * E);
+    K* past_value = scratch.take<K>(B * P * D);
+    A* past_stats = scratch.take<A>(B * P * stats);
+    const GateConvForward<H, K> mix{g.hidden.const_data_ptr<H>(),
+                                    key.const_data_ptr<K>(),
+                                    value.const_data_ptr<K>(),
+                                    read<A>(g.weight),
+                                    c.taps.const_data_ptr<A>(),
+                                    out.mutable_data_ptr<H>(),
+                                    scratch.take<A>(rows * stats),
+                                    past_value,
+                                    past_stats,
+                                    static_cast<A>(conv_eps),
+                                    g.options<A>(eps, 1e-6, residual),
+                                    shape};
     const Decode<H, K> a{step,
                          marks,
                          hash,
@@ -214,16 +242,12 @@ Tensor decode(Tensor hidden, Tensor token_ids, Tensor multipliers, Tensor moduli
                          E,
                          static_cast<K*>(ring_value),
                          static_cast<A*>(ring_stats),
-                         memory.mutable_data_ptr<A>(),
+                         memory,
                          key.mutable_data_ptr<K>(),
                          value.mutable_data_ptr<K>(),
-                         past_value.mutable_data_ptr<K>(),
-                         past_stats.mutable_data_ptr<A>(),
-                         {g.hidden.const_data_ptr<H>(), key.const_data_ptr<K>(), value.const_data_ptr<K>(),
-                          read<A>(g.weight), c.taps.const_data_ptr<A>(), out.mutable_data_ptr<H>(),
-                          own_stats.mutable_data_ptr<A>(), past_value.const_data_ptr<K>(),
-                          past_stats.const_data_ptr<A>(), static_cast<A>(conv_eps), g.options<A>(eps, 1e-6, residual),
-                          shape}};
+                         past_value,
+                         past_stats,
+                         mix};
     if constexpr (std::is_same_v<Device, Cpu>) launch(device, a);
 #ifdef ENGRAM_CUDA_BODIES
     else launch(device, a, DebugFlag(hidden));
