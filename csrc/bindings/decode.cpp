@@ -39,10 +39,8 @@ template <typename H, typename K> void launch(const Cpu&, const Decode<H, K>& a)
 }
 
 #ifdef ENGRAM_CUDA_BODIES
-template <typename H, typename K>
-void launch(const Cuda& device, const Decode<H, K>& a, const DebugFlag& debug) {
-  device.check(cuda::decode(a, debug.pointer(), device.stream));
-  if (debug.raised()) bad_id("an id outside, or rows outside the table", a.hash.vocab);
+template <typename H, typename K> void launch(const Cuda&, const Decode<H, K>&) {
+  throw std::runtime_error("engram: decode has no CUDA kernels yet; nn.Engram decodes on CUDA with the other ops");
 }
 #endif
 
@@ -248,10 +246,7 @@ Tensor decode(Tensor hidden, Tensor token_ids, Tensor multipliers, Tensor moduli
                          past_value,
                          past_stats,
                          mix};
-    if constexpr (std::is_same_v<Device, Cpu>) launch(device, a);
-#ifdef ENGRAM_CUDA_BODIES
-    else launch(device, a, DebugFlag(hidden));
-#endif
+    launch(device, a);
   });
   return out;
 }

@@ -145,11 +145,4 @@ template <typename H, typename K> void decode_past(const Decode<H, K>&, int64_t 
 template <typename H, typename K> void decode_append(const Decode<H, K>&, int64_t begin, int64_t end);  // batch rows
 }  // namespace cpu
 
-#if defined(ENGRAM_WITH_CUDA) || defined(ENGRAM_EMULATED)
-namespace cuda {
-// bad: optional device counter (null = not wanted), set to 1 when an id is outside the map or a row outside the table.
-template <typename H, typename K> cudaError_t decode(const Decode<H, K>&, int32_t* bad, cudaStream_t);
-}  // namespace cuda
-#endif
-
 }  // namespace engram
