@@ -291,8 +291,10 @@ def decode(
     slots = max(1, reach + max_rollback)
     state_dtype = torch.float64 if draw.dtype == torch.float64 else torch.float32
     history = ring(order - 1, ids=draw.integers(0, vocab_size or 100, batch, max(1, order - 1 + max_rollback)))
-    conv = ring(reach, value=draw.normal(batch, slots, width),
-                stats=draw.normal(batch, slots, 3 * branches + 1, dtype=state_dtype).abs())
+    value = draw.normal(batch, slots, width)
+    scores = draw.normal(batch, slots, 3 * branches, dtype=state_dtype)
+    stats = torch.cat([scores, value.to(state_dtype).square().mean(2, keepdim=True)], 2)
+    conv = ring(reach, value=value, stats=stats)
     return {
         **{name: hashing[name] for name in ("token_ids", "multipliers", "moduli", "offsets", "pad_id", "token_map",
                                             "document_ids")},
