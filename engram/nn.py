@@ -23,7 +23,7 @@ from engram.vocab import TokenMap
 _HALF = (torch.bfloat16, torch.float16)
 _SLOW_HALF = [dtype for dtype in _HALF if not _C.half_products(str(dtype).removeprefix("torch."))]
 
-_DECODED_TOKENS = 16  # B * T up to which one call of ops.decode beats the ops one after another
+_DECODED_TOKENS = 64  # B * T up to which one call of ops.decode beats the ops one after another
 
 __all__ = ["NgramHash", "MultiHeadEmbedding", "ContextGate", "ShortConv", "Engram"]
 

@@ -19,13 +19,11 @@ template <typename H, typename K> void launch(const Cpu&, const Decode<H, K>& a)
   const int64_t B = s.batch, tokens = B * s.tokens;
   if (tokens == 0) return;
   cpu::decode_marks(a.step, a.marks, 0, B);
-  const int64_t id = parallel_first(tokens, grain_for(a.hash.columns * 8), [&](int64_t begin, int64_t end) {
-    return cpu::ngram_hash(a.hash, begin, end);
-  });
+  const int64_t id = parallel_first(tokens, grain_for(a.hash.columns * 8),
+                                    [&](int64_t begin, int64_t end) { return cpu::ngram_hash(a.hash, begin, end); });
   if (id != kNoBadId) bad_id(std::to_string(a.marks.ids[id]), a.hash.vocab);
-  const int64_t row = parallel_first(tokens, grain_for(2 * a.width), [&](int64_t begin, int64_t end) {
-    return cpu::decode_memory(a, begin, end);
-  });
+  const int64_t row = parallel_first(tokens, grain_for(2 * a.width),
+                                     [&](int64_t begin, int64_t end) { return cpu::decode_memory(a, begin, end); });
   if (row != kNoBadRow) bad_row(kOp, std::to_string(a.hash.rows[row]), a.table_rows);
   parallel(cpu::decode_groups(s.branches * s.dim) + cpu::decode_groups(s.dim),
            grain_for(cpu::kDecodeRows * a.width * tokens),
@@ -130,7 +128,8 @@ Tensor decode(Tensor hidden, Tensor token_ids, Tensor multipliers, Tensor moduli
   const int64_t C = moduli.size(1);
   require_long(kOp, "offsets", offsets);
   require_sizes(kOp, "offsets", offsets, {1, C}, "[1, C]");
-  for (const auto& [argument, t] : {std::pair{"multipliers", &multipliers}, {"moduli", &moduli}, {"offsets", &offsets}}) {
+  for (const auto& [argument, t] :
+       {std::pair{"multipliers", &multipliers}, {"moduli", &moduli}, {"offsets", &offsets}}) {
     require_device(kOp, argument, *t, hidden);
     *t = as_contiguous(*t);
   }
@@ -187,8 +186,8 @@ Tensor decode(Tensor hidden, Tensor token_ids, Tensor multipliers, Tensor moduli
                   eos_id.has_value(),
                   mask_blocks_hash,
                   conv_reset};
-  step.ids = static_cast<int64_t*>(
-      in_place("history", "ids", history[5], ScalarType::Long, {B, step.history.slots}, hidden));
+  step.ids =
+      static_cast<int64_t*>(in_place("history", "ids", history[5], ScalarType::Long, {B, step.history.slots}, hidden));
   void* ring_value = in_place("conv", "value", conv[5], dtype, {B, step.conv.slots, D}, hidden);
   void* ring_stats = in_place("conv", "stats", conv[6], wide, {B, step.conv.slots, stats}, hidden);
 
@@ -196,12 +195,25 @@ Tensor decode(Tensor hidden, Tensor token_ids, Tensor multipliers, Tensor moduli
   const int64_t rows = B * T, positions = B * (P + T);
   Scratch scratch(hidden, 16 * 64 + 8 * (rows * (5 + C) + positions + B * (N - 1)) + rows + positions +
                               8 * (rows * (E + stats) + B * P * (D + stats)));
-  DecodeMarks marks{scratch.take<int64_t>(rows),        scratch.take<int64_t>(rows), scratch.take<int64_t>(rows),
-                    scratch.take<int64_t>(B * (N - 1)), scratch.take<bool>(rows),    scratch.take<int64_t>(positions),
+  DecodeMarks marks{scratch.take<int64_t>(rows),        scratch.take<int64_t>(rows),  scratch.take<int64_t>(rows),
+                    scratch.take<int64_t>(B * (N - 1)), scratch.take<bool>(rows),     scratch.take<int64_t>(positions),
                     scratch.take<int64_t>(rows),        scratch.take<bool>(positions)};
-  NgramHash hash{marks.ids, multipliers.const_data_ptr<int64_t>(), moduli.const_data_ptr<int64_t>(),
-                 offsets.const_data_ptr<int64_t>(), read<int32_t>(token_map), marks.runs, marks.hashed, marks.history,
-                 scratch.take<int64_t>(rows * C), pad_id, B, T, 1, N, C, V};
+  NgramHash hash{marks.ids,
+                 multipliers.const_data_ptr<int64_t>(),
+                 moduli.const_data_ptr<int64_t>(),
+                 offsets.const_data_ptr<int64_t>(),
+                 read<int32_t>(token_map),
+                 marks.runs,
+                 marks.hashed,
+                 marks.history,
+                 scratch.take<int64_t>(rows * C),
+                 pad_id,
+                 B,
+                 T,
+                 1,
+                 N,
+                 C,
+                 V};
   ShortConvShape shape = c.shape;
   shape.document_ids = marks.conv_runs;
   shape.mask = marks.visible;

@@ -46,9 +46,9 @@ struct DecodeMarks {
   int64_t *ids, *runs, *documents;  // [B, T]; ids that may not be read are pad_id
   int64_t* history;                 // [B, N - 1]; -1 = none
   bool* hashed;                     // [B, T]: the mask of the hash
-  int64_t *conv_runs;               // [B, P + T]
+  int64_t* conv_runs;               // [B, P + T]
   int64_t* conv_documents;          // [B, T]
-  bool* visible;                    // [B, P + T]: the mask of the convolution, False also where no tap of the step reads
+  bool* visible;  // [B, P + T]: the mask of the convolution, False also where no tap of the step reads
 };
 
 ENGRAM_HOST_DEVICE inline void decode_marks(const DecodeStep& s, const DecodeMarks& m, int64_t b) {
@@ -118,19 +118,19 @@ template <typename H, typename K> struct Decode {
   using A = accumulate_t<H>;
   DecodeStep step;
   DecodeMarks marks;
-  NgramHash hash;                  // of one layer, over the marks
-  const K* table;                  // [R, d]
-  const K *key_proj, *key_bias;    // [G * D, E], [G * D] or null
-  const K *value_proj, *value_bias;  // [D, E], [D] or null
+  NgramHash hash;                        // of one layer, over the marks
+  const K* table;                        // [R, d]
+  const K *key_proj, *key_bias;          // [G * D, E], [G * D] or null
+  const K *value_proj, *value_bias;      // [D, E], [D] or null
   int64_t table_rows, row_width, width;  // R, d, E = C * d
-  K* ring_value;                   // [B, slots, D] of the convolution
-  A* ring_stats;                   // [B, slots, 3 G + 1]
+  K* ring_value;                         // [B, slots, D] of the convolution
+  A* ring_stats;                         // [B, slots, 3 G + 1]
   // Written on the way:
-  A* memory;                       // [B, T, E]
-  K *key, *value;                  // [B, T, G, D], [B, T, D]
-  K* past_value;                   // CPU: [B, P, D], only the visible positions
-  A* past_stats;                   // CPU: [B, P, 3 G + 1], likewise
-  GateConvForward<H, K> mix;       // over key, value and past
+  A* memory;                  // [B, T, E]
+  K *key, *value;             // [B, T, G, D], [B, T, D]
+  K* past_value;              // CPU: [B, P, D], only the visible positions
+  A* past_stats;              // CPU: [B, P, 3 G + 1], likewise
+  GateConvForward<H, K> mix;  // over key, value and past
 };
 
 namespace cpu {

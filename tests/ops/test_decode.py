@@ -80,7 +80,7 @@ def in_chunks(layer, hidden, ids, sizes, max_rollback=2, **tokenwise):
 
 @pytest.fixture
 def decoded(monkeypatch):
-    """Counts the steps that the op has done."""
+    """The steps that the op has done, which takes at most 16 tokens here."""
     calls = []
 
     def counting(*args, **options):
@@ -89,6 +89,7 @@ def decoded(monkeypatch):
 
     op = ops.decode
     monkeypatch.setattr(ops, "decode", counting)
+    monkeypatch.setattr(nn, "_DECODED_TOKENS", 16)
     return calls
 
 

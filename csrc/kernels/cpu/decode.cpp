@@ -48,10 +48,10 @@ template <typename H, typename K> void decode_append(const Decode<H, K>& a, int6
   }
 }
 
-#define INSTANTIATE(H, K)                                                          \
-  template int64_t decode_memory<H, K>(const Decode<H, K>&, int64_t, int64_t);     \
-  template void decode_project<H, K>(const Decode<H, K>&, int64_t, int64_t);       \
-  template void decode_past<H, K>(const Decode<H, K>&, int64_t, int64_t);          \
+#define INSTANTIATE(H, K)                                                      \
+  template int64_t decode_memory<H, K>(const Decode<H, K>&, int64_t, int64_t); \
+  template void decode_project<H, K>(const Decode<H, K>&, int64_t, int64_t);   \
+  template void decode_past<H, K>(const Decode<H, K>&, int64_t, int64_t);      \
   template void decode_append<H, K>(const Decode<H, K>&, int64_t, int64_t);
 ENGRAM_FOR_EACH_GATE_TYPES(INSTANTIATE)
 
@@ -124,8 +124,7 @@ ENGRAM_INLINE void project_rows(const K* w, const accumulate_t<K>* x, const K* b
   if (n < tokens) products<Rows, 1>(w, x + n * width, bias, width, out + n * pitch, pitch);
 }
 
-template <typename H, typename K>
-ENGRAM_TARGET void decode_project(const Decode<H, K>& a, int64_t begin, int64_t end) {
+template <typename H, typename K> ENGRAM_TARGET void decode_project(const Decode<H, K>& a, int64_t begin, int64_t end) {
   const int64_t D = a.mix.shape.dim, GD = a.mix.shape.branches * D, tokens = a.step.batch * a.step.tokens,
                 keys = decode_groups(GD);
   for (int64_t group = begin; group < end; ++group) {
