@@ -1,8 +1,8 @@
 """Builds engram._C. Everything else about the package is in pyproject.toml.
 
 Environment:
-  ENGRAM_CUDA=0|1        never / always build the CUDA kernels (default: when torch and a toolkit with headers have
-  CUDA) TORCH_CUDA_ARCH_LIST   GPU architectures (default: the visible GPUs, else what torch itself was built for)
+  ENGRAM_CUDA=0|1        never / always build the CUDA kernels (default: when torch and a toolkit have CUDA)
+  TORCH_CUDA_ARCH_LIST   GPU architectures (default: the visible GPUs, else what torch itself was built for)
   CUDA_HOME, MAX_JOBS    as usual for torch.utils.cpp_extension
 """
 
@@ -32,7 +32,7 @@ def find_torch():
             return None
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < (2, 11):
-        sys.exit(f"engram: needs {TORCH_REQUIREMENT}, but torch {torch.__version__} is installed here: upgrade it first")
+        sys.exit(f"engram: needs {TORCH_REQUIREMENT}, but torch {torch.__version__} is installed: upgrade it first")
     return torch
 
 

@@ -1,7 +1,7 @@
-"""What a training step costs on a table: gradient alone, forward + backward + optimizer step, and how both grow with it.
+"""What a training step costs on a table: gradient alone, forward + backward + optimizer step, and their growth with it.
 
-Shapes S2K and S32K: 2048 and 32768 tokens of 16 columns, 32 wide. The ways to step share one table where they can; each has
-its own state. Float32 only, which all peers have.
+Shapes S2K and S32K: 2048 and 32768 tokens of 16 columns, 32 wide. The ways to step share one table where they can;
+each has its own state. Float32 only, which all peers have.
 """
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -102,8 +102,8 @@ def _steps(work, row_sets, rule: str) -> Iterator[Contender]:
         table = fbgemm_table(weight, fbgemm_rule, mode) if fbgemm_rule else None
         if table is not None:
             offsets, flat = torch.arange(sets[0].numel() + 1), grad.view(-1, width)
-            yield Contender(f"FBGEMM, {mode}", lambda i, t=table: t(sets[i % len(sets)].view(-1), offsets).backward(flat),
-                            "FBGEMM")
+            call = lambda i, t=table: t(sets[i % len(sets)].view(-1), offsets).backward(flat)         # noqa: E731
+            yield Contender(f"FBGEMM, {mode}", call, "FBGEMM")
 
 
 def _flatness(work, row_sets) -> Iterator[Contender]:

@@ -20,9 +20,10 @@ from samples import DIFFERENTIABLE, named
 
 FORWARD, BOTH, BACKWARD = "forward", "forward + backward", "backward"
 # Norm-wise, between two ways to compute the same in one dtype. Gradients of the gate are as ill-conditioned as its
-# slope of up to 500, and the demo's way rounds to the dtype before it (bfloat16: 30 % off from float64).
+# slope of up to 500 (one token with a score beside the clamp decides: in float32 either way is off by 2e-5 to 2e-3 from
+# float64, depending on the draw; `accuracy` compares both with float64), and the demo's way rounds to the dtype before it (bfloat16: 30 % off from float64).
 TOLERANCE = {
-    (torch.float32, FORWARD): 1e-5, (torch.float32, BOTH): 2e-3,
+    (torch.float32, FORWARD): 1e-5, (torch.float32, BOTH): 5e-3,
     (torch.bfloat16, FORWARD): 2e-2, (torch.bfloat16, BOTH): 3e-2,
 }
 DEMO_TOLERANCE = {torch.float32: 2e-2, torch.bfloat16: 0.6}
@@ -146,6 +147,9 @@ def _gate_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
         return Contender(name, call, group, tolerance, list)
 
     yield contender("ours", peers.bind(getattr(ops, op), **options))
+    if op == "gate_conv" and work.direction == FORWARD:
+        packed = peers.bind(ops.gate_conv, **options, document_ids=_documents(shape, work.device))
+        yield Contender("ours, packed", _forward(packed, leaves))
     if work.direction == BOTH:
         yield _backward_alone(op, leaves, grad, options, work)
     if op == "gate_conv":
@@ -156,6 +160,11 @@ def _gate_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
     yield contender("eager", plain)
     if choice.compiler:
         yield contender("compile", peers.compiled(plain))
+
+
+def _documents(shape: Shape, device: str) -> Tensor:
+    """int64 [B, T]: documents of 100 tokens, so that in each block some tap is cut off."""
+    return torch.arange(shape.tokens, device=device).div(100, rounding_mode="floor").repeat(shape.batch, 1)
 
 
 def _forward(function, leaves: list[Tensor]) -> Callable[[int], Tensor]:
@@ -198,6 +207,8 @@ def _hash_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
         return Contender(name, lambda i: function(sets[i % len(sets)]), compare=lambda rows: [rows], tolerance=0)
 
     yield contender("ours", lambda ids: constants(ids)[0])
+    documents = _documents(work.sizes, work.device)
+    yield Contender("ours, packed", lambda i: constants(sets[i % len(sets)], document_ids=documents)[0])
     if work.device == "cpu":
         yield contender("numpy demo", peers.NumpyHash(constants, pad_id))
     plain = peers.bind(peers.torch_hash, constants=constants, pad_id=pad_id)

@@ -37,9 +37,8 @@ def __getattr__(name: str):
 
 
 def build_info() -> dict:
-    """What this installation is: keys ``version``, ``torch`` (``built`` and ``running``), ``compiler``, ``cpu``
-        (instruction
-    set in use) and ``cuda`` (GPU architectures of the kernels, or None)."""
+    """What this installation is: keys ``version``, ``torch`` (``built`` and ``running``), ``compiler``, ``cpu`` (the
+    instruction set in use) and ``cuda`` (GPU architectures of the kernels, or None)."""
     info = _C.build_info()
     return {
         "version": __version__,

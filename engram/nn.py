@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engram import _C, ops, tables
 from engram.boundaries import check_tokenwise, describe, document_runs, visible_tokens
 from engram.config import EngramConfig
-from engram.ops._state import Marks, Ring
+from engram.ops import Marks, Ring
 from engram.profiling import stage
 from engram.state import EngramState
 from engram.storage import empty_table, fill_normal_, huge_page_share
@@ -561,8 +561,8 @@ class Engram(nn.Module):
     def _recall(
         self, ring: Ring, token_ids: Tensor, document_ids: Tensor | None, blocking: Tensor | None
     ) -> tuple[Marks, Tensor | None]:
-        """Which document runs the tokens belong to, counted on from those before; and `history` int64 [B, N - 1] for the
-        hash: the ids before the first token, -1 where another document, a masked token or nothing was."""
+        """Which document runs the tokens belong to, counted on from those before; and `history` int64 [B, N - 1] for
+        the hash: the ids before the first token, -1 where another document, a masked token or nothing was."""
         starts, size = None, self.config.max_ngram_size - 1
         if self.config.boundary == "eos":
             ends = token_ids == self.config.eos_id

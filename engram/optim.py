@@ -42,16 +42,23 @@ class _RowOptimizer(torch.optim.Optimizer):
                     raise ValueError(f"{type(self).__name__}: {name} must be {check[1]}, got {value}")
         super().__init__(params, defaults)
 
-    def _row_shape(self, param: Tensor) -> tuple[int, int]:
+    @staticmethod
+    def _row_shape(param: Tensor) -> tuple[int, int]:
         """Parameters are matrices of rows: all but the last dimension count rows, and a vector is one row."""
         width = param.shape[-1] if param.dim() else 1
         return (param.numel() // width if width else 0, width)
 
     def _used(self, group: dict[str, Any]) -> dict[str, str]:
-        return self._states
+        """Of the states those that this group keeps: the first moment only with momentum."""
+        return {n: a for n, a in self._states.items() if a == "second" or group.get("momentum", True)}
 
-    def _factors(self, group: dict[str, Any]) -> dict[str, float]:
-        return {}
+    @staticmethod
+    def _factors(group: dict[str, Any]) -> dict[str, float]:
+        beta1, beta2 = group.get("betas") or (group.get("momentum", 0.0), 0.0)
+        return dict(beta1=beta1, beta2=beta2, eps=group.get("eps", 0.0))
+
+    def _state_shape(self, param: Tensor, argument: str) -> tuple[int, ...]:
+        return self._row_shape(param)[:1] if argument == "second" and self._per_row else tuple(param.shape)
 
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         state = self.state[param]
@@ -59,8 +66,7 @@ class _RowOptimizer(torch.optim.Optimizer):
             dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
             state["step"] = torch.zeros(1, dtype=torch.int64, device=param.device)
             for name, argument in self._used(group).items():
-                per_row = argument == "second" and self._per_row
-                shape = self._row_shape(param)[:1] if per_row else param.shape
+                shape = self._state_shape(param, argument)
                 state[name] = zeros_where_touched(shape, dtype=dtype, device=param.device)
         return state
 
@@ -146,8 +152,7 @@ class _RowOptimizer(torch.optim.Optimizer):
                 continue
             state = state_dict["state"][index]
             for name, argument in self._states.items():
-                per_row = argument == "second" and self._per_row
-                shape = self._row_shape(param)[:1] if per_row else tuple(param.shape)
+                shape = self._state_shape(param, argument)
                 if name in state and tuple(state[name].shape) != shape:
                     raise ValueError(f"{type(self).__name__}.load_state_dict: {name} of parameter {index} must be "
                                      f"{list(shape)}, got {list(state[name].shape)}")
@@ -192,12 +197,6 @@ class SGD(_RowOptimizer):
             lr=lr, momentum=momentum, weight_decay=weight_decay, maximize=maximize,
             stochastic_rounding=stochastic_rounding, seed=seed))
 
-    def _used(self, group: dict[str, Any]) -> dict[str, str]:
-        return self._states if group["momentum"] else {}
-
-    def _factors(self, group: dict[str, Any]) -> dict[str, float]:
-        return dict(beta1=group["momentum"])
-
 
 class RowWiseAdagrad(_RowOptimizer):
     """Adagrad with one number a row: `s += mean(g^2); w -= lr g / (sqrt(s) + eps)`. State: 4 bytes a row.
@@ -224,9 +223,6 @@ class RowWiseAdagrad(_RowOptimizer):
         super().__init__(params, dict(
             lr=lr, eps=eps, weight_decay=weight_decay, maximize=maximize, stochastic_rounding=stochastic_rounding,
             seed=seed))
-
-    def _factors(self, group: dict[str, Any]) -> dict[str, float]:
-        return dict(eps=group["eps"])
 
 
 class RowWiseAdam(_RowOptimizer):
@@ -260,12 +256,6 @@ class RowWiseAdam(_RowOptimizer):
             lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, momentum=momentum, maximize=maximize,
             stochastic_rounding=stochastic_rounding, seed=seed))
 
-    def _used(self, group: dict[str, Any]) -> dict[str, str]:
-        return self._states if group["momentum"] else {"exp_avg_sq": "second"}
-
-    def _factors(self, group: dict[str, Any]) -> dict[str, float]:
-        return dict(beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"])
-
 
 class LazyAdamW(_RowOptimizer):
     """AdamW on the touched rows, with both moments [R, d].
@@ -293,9 +283,6 @@ class LazyAdamW(_RowOptimizer):
         super().__init__(params, dict(
             lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, maximize=maximize,
             stochastic_rounding=stochastic_rounding, seed=seed))
-
-    def _factors(self, group: dict[str, Any]) -> dict[str, float]:
-        return dict(beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"])
 
 
 def param_groups(
@@ -371,7 +358,7 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 
 
 def _plan_of(grad: Tensor, num_rows: int) -> tuple[ops.RowPlan, Tensor]:
-    """The plan of a sparse gradient's entries, and its values [n, d]. Entries that are in order are not sorted again."""
+    """The plan of a sparse gradient's entries, and its values [n, d]. Entries in order are not sorted again."""
     if grad.sparse_dim() != 1 or grad.dim() != 2:
         raise ValueError(f"a sparse gradient must be of a matrix, by rows, got {list(grad.shape)} with "
                          f"{grad.sparse_dim()} sparse dimensions")

@@ -153,7 +153,8 @@ class _SparseLookup(torch.autograd.Function):
         sums = grad_out.new_zeros(len(rows), ctx.shape[1], dtype=_accumulate(grad_out))
         sums.index_add_(0, slots, grad_out[inside].to(sums.dtype))
         sums = sums.to(grad_out.dtype)
-        return torch.sparse_coo_tensor(rows[None], sums, ctx.shape, check_invariants=True, is_coalesced=True), None, None
+        grad = torch.sparse_coo_tensor(rows[None], sums, ctx.shape, check_invariants=True, is_coalesced=True)
+        return grad, None, None
 
 
 def row_plan(

@@ -1,4 +1,4 @@
-"""What decoding keeps of a sequence: the state of one Engram layer, with which chunks equal one pass over everything."""
+"""What decoding keeps of a sequence: the state of one Engram layer, with which chunks equal one pass over all."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from engram.ops._state import Ring
+from engram.ops import Ring
 
 
 class EngramState:
@@ -54,8 +54,8 @@ class EngramState:
             count: for all sequences, or int [B].
 
         Raises:
-            ValueError: a negative count, or more than `max_rollback` or than were appended since `init_state`, `reset` or
-                the last rollback allow (on CUDA such counts are cut off instead, for checking would wait for the device).
+            ValueError: a negative count, or more than `max_rollback` or than were appended since `init_state`, `reset`
+                or the last rollback allow (on CUDA such counts are cut off instead: checking would wait for the device).
         """
         if isinstance(count, Tensor) and tuple(count.shape) not in ((), (self.batch_size,)):
             raise ValueError(f"rollback: count must be an int or [{self.batch_size}], got {list(count.shape)}")
@@ -67,8 +67,8 @@ class EngramState:
             wrong = (wanted < 0) | (wanted > room)
             if wrong.any():
                 row = int(wrong.nonzero()[0])
-                raise ValueError(f"rollback: count must be in [0, {room[row].item()}] for sequence {row} (max_rollback is "
-                                 f"{self.max_rollback}), got {wanted[row].item()}")
+                raise ValueError(f"rollback: count must be in [0, {room[row].item()}] for sequence {row} "
+                                 f"(max_rollback is {self.max_rollback}), got {wanted[row].item()}")
         for ring, room in zip(self.rings.values(), rooms):
             ring.rollback(torch.minimum(wanted.clamp(min=0), room))
 
@@ -83,7 +83,8 @@ class EngramState:
             IndexError: an index outside the batch (CPU).
         """
         if index.is_floating_point() or index.dtype == torch.bool or tuple(index.shape) != (self.batch_size,):
-            raise ValueError(f"select: index must be integer [{self.batch_size}], got {index.dtype} {list(index.shape)}")
+            raise ValueError(f"select: index must be integer [{self.batch_size}], "
+                             f"got {index.dtype} {list(index.shape)}")
         for ring in self.rings.values():
             ring.select(index.to(self.device))
 
@@ -135,4 +136,13 @@ def _unflatten(tensors: list[Tensor], context: Any) -> EngramState:
     return EngramState(rings["history"], rings.get("conv"))
 
 
-pytree.register_pytree_node(EngramState, _flatten, _unflatten, serialized_type_name="engram.EngramState")
+def _flatten_with_keys(state: EngramState) -> tuple[list[tuple[Any, Tensor]], Any]:
+    tensors, context = _flatten(state)
+    names = [f"{ring}.{name}" for ring, own, *_ in context for name in own]
+    return [(pytree.MappingKey(name), tensor) for name, tensor in zip(names, tensors)], context
+
+
+pytree.register_pytree_node(
+    EngramState, _flatten, _unflatten, serialized_type_name="engram.EngramState",
+    flatten_with_keys_fn=_flatten_with_keys,
+)

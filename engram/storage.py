@@ -49,7 +49,10 @@ def _claim(elements: int, dtype: torch.dtype) -> Tensor | None:
         return None
     # mmap aligns to small pages only: one huge page more than needed leaves room to move the start up to a boundary.
     length = math.ceil(size / HUGE_PAGE) * HUGE_PAGE + HUGE_PAGE
-    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise RuntimeError(f"not enough memory for a table of {size:,} bytes ({error})") from None
     begin = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)

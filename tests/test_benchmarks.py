@@ -192,7 +192,7 @@ def test_files(tmp_path, capsys):
     assert [(r["kind"], r["op"]) for r in rows] == [
         ("row", "gate_conv"), ("row", "gate_conv"), ("row", "ngram_hash"), ("accuracy", "gate_conv")]
     forward = rows[0]
-    assert [r["name"] for r in forward["results"]] == ["ours", "eager", "demo"]
+    assert [r["name"] for r in forward["results"]] == ["ours", "ours, packed", "eager", "demo"]
     elements = (3 * 2 + 2) * 32 * 24
     ours = forward["results"][0]
     assert ours["gbs"] == pytest.approx(elements * 4 / ours["median_ms"] / 1e6, rel=1e-3)

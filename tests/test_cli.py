@@ -275,6 +275,31 @@ def test_a_signal_saves_and_the_run_continues_bit_for_bit(capsys, texts, tmp_pat
     assert no_difference(out / "checkpoint.safetensors", tmp_path / "straight" / "checkpoint.safetensors")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.0, 0.11, 0.37])
+def test_killed_while_saving(texts, tmp_path, delay):
+    """Without any warning, in a run that saves all the time: there is a whole checkpoint, and it goes on from there."""
+    from engram.models.training import read_metadata
+    from safetensors.torch import load_file
+
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "engram", "train", "--text", str(texts), *SMALL, "--out", str(out), "--threads", "1"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen([*command, "--steps", "100000", "--save-every", "1"], env=environment,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    checkpoint, deadline = out / "checkpoint.safetensors", time.monotonic() + 120
+    while not checkpoint.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(delay)
+    process.kill()
+    process.wait()
+    step = int(read_metadata(checkpoint)["step"])
+    assert step >= 1 and load_file(checkpoint)
+    again = subprocess.run([*command, "--resume", "--steps", str(step + 1)], env=environment, capture_output=True, text=True)
+    assert again.returncode == 0 and f"resumed at step {step} " in again.stdout, again.stderr
+
+
 def test_a_second_signal_ends_at_once():
     with train_command.Signals() as signals:
         signal.raise_signal(signal.SIGINT)

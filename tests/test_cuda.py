@@ -12,9 +12,10 @@ from samples import DEVICES, DIFFERENTIABLE, DTYPES, each_sample, named
 from test_determinism import LARGE
 
 KERNELS = "cuda" if "cuda" in DEVICES else "cpu"        # where the CUDA kernels run
+MISSING = "torch.cuda.is_available() is False" if not torch.cuda.is_available() else "build_info()['cuda'] is None"
 needs_kernels = pytest.mark.skipif(
-    KERNELS == "cpu" and "emulated" not in sys.modules, reason="no GPU, or a build without CUDA kernels; no emulator")
-needs_gpu = pytest.mark.skipif(KERNELS == "cpu", reason="no GPU, or a build without CUDA kernels")
+    KERNELS == "cpu" and "emulated" not in sys.modules, reason=f"{MISSING}, and this is no run with `-p emulated`")
+needs_gpu = pytest.mark.skipif(KERNELS == "cpu", reason=MISSING)
 HOLD = 200_000_000              # cycles that a stream is held up for: 0.1 s, far longer than the host needs
 
 
@@ -205,7 +206,7 @@ def test_side_stream(op, before, after):
 
 
 @needs_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs two GPUs, torch.cuda.device_count() is {torch.cuda.device_count()}")
 @pytest.mark.parametrize("op", LARGE)
 def test_another_device_than_the_current_one(op):
     results = []

@@ -1,7 +1,7 @@
 """What benchmarks/gpu.sh runs after the build, tried on the CPU: steps, limits of time, the two files."""
 import json
-import re
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import engram
-from engram.models.lm import LanguageModel, LanguageModelConfig
+from engram.models.generation import generate, generate_speculatively
+from engram.models.lm import DecodingState, LanguageModel, LanguageModelConfig
 
 V, D, T = 60, 32, 24
 MAP = engram.TokenMap([i % 50 for i in range(V)])
@@ -115,3 +116,127 @@ def test_wrong_configurations(change, message):
 def test_models_are_an_attribute_of_the_package():
     code = "import sys, engram; assert 'engram.models' not in sys.modules; engram.models.LanguageModel"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Generation ---------------------------------------------------------------------------------------------------------
+
+
+def naive(model, tokens, count):
+    """The most likely continuation by full passes."""
+    for _ in range(count):
+        tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
+    return tokens[:, -count:]
+
+
+EACH_MODEL = pytest.mark.parametrize("branches, with_engram", [(1, False), (1, True), (4, True)])
+
+
+def lively(branches=1, with_engram=True, seed=0):
+    """Weights large enough that what a token saw decides what follows it."""
+    model = build(branches, with_engram, seed=seed, conv_init="default")
+    for parameter in model.parameters():
+        parameter.data.mul_(4)
+    return model
+
+
+@EACH_MODEL
+def test_chunks_through_a_state(branches, with_engram):
+    model, tokens = lively(branches, with_engram), ids(2, T)
+    whole = model(tokens)
+    for cuts in ([T], [1] * T, [5, 1, 18]):
+        state, begin, parts = DecodingState(model, 2, T), 0, []
+        for size in cuts:
+            with torch.no_grad():
+                parts.append(model(tokens[:, begin : begin + size], state=state))
+            begin += size
+        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-10, atol=1e-10)
+    with pytest.raises(ValueError, match=f"the state has room for {T} tokens, got {T} . 1"):
+        model(tokens[:, :1], state=state)
+    with pytest.raises(ValueError, match="document_ids must be None"):
+        model(tokens[:, :1], tokens[:, :1], state=DecodingState(model, 2, T))
+
+
+@EACH_MODEL
+def test_greedy_is_the_full_forward(branches, with_engram):
+    model, prompts = lively(branches, with_engram), ids(3, 7)
+    expected = naive(model, prompts, 12)
+    assert torch.equal(generate(model, prompts, 12), expected) and len(expected.unique()) > 5
+    assert torch.equal(generate(model, prompts[:, :1], 3), naive(model, prompts[:, :1], 3))
+    assert generate(model, prompts, 0).shape == (3, 0)
+
+
+@EACH_MODEL
+def test_left_padding_is_no_padding(branches, with_engram):
+    model, lengths = lively(branches, with_engram), [7, 3, 1]
+    prompts = [ids(1, length, seed=length) for length in lengths]
+    padded = torch.cat([torch.cat([torch.full((1, 7 - p.shape[1]), 5), p], 1) for p in prompts])
+    mask = torch.arange(7) >= 7 - torch.tensor(lengths)[:, None]
+    for options in (dict(), dict(beams=3)):
+        together = generate(model, padded, 9, mask=mask, **options)
+        for row, prompt in zip(together, prompts):
+            assert torch.equal(row[None], generate(model, prompt, 9, **options))
+
+
+def test_sampling():
+    model, prompts = lively(), ids(4, 5)
+    draw = lambda seed: torch.Generator().manual_seed(seed)                           # noqa: E731
+    one, same, other = (generate(model, prompts, 8, temperature=1.5, generator=draw(s)) for s in (1, 1, 2))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    assert torch.equal(generate(model, prompts, 8, temperature=2.0, top_k=1), naive(model, prompts, 8))
+    most_likely = model(prompts)[:, -1].topk(3).indices
+    for seed in range(20):
+        token = generate(model, prompts, 1, temperature=5.0, top_k=3, generator=draw(seed))
+        assert (most_likely == token).any(1).all()
+
+
+@pytest.mark.parametrize("eos", [None, 3])
+def test_beams_find_the_most_likely(eos):
+    """As many beams as there are continuations find the best of all."""
+    model, count = lively(), 2
+    prompts = ids(2, 6)
+    found = generate(model, prompts, count, beams=V, eos_id=eos)
+    every = torch.cartesian_prod(torch.arange(V), torch.arange(V))
+    if eos is not None:
+        every = every[(every[:, 0] != eos) | (every[:, 1] == eos)]
+    for prompt, continuation in zip(prompts, found):
+        logits = model(torch.cat([prompt.expand(len(every), -1), every], 1))[:, -3:-1].float().log_softmax(-1)
+        score = logits.gather(2, every[..., None])[..., 0]
+        if eos is not None:
+            score[every[:, 0] == eos, 1] = 0
+        assert torch.equal(every[score.sum(1).argmax()], continuation)
+
+
+def test_ended_rows_are_filled():
+    model, prompts = lively(), ids(5, 4)
+    plain = generate(model, prompts, 10)
+    eos = int(plain[0, 3])
+    ended = generate(model, prompts, 10, eos_id=eos)
+    for row, cut in zip(plain, ended):
+        first = (row == eos).nonzero()
+        end = int(first[0]) if len(first) else 10
+        assert torch.equal(cut[:end], row[:end]) and (cut[end:] == eos).all()
+
+
+@pytest.mark.parametrize("ahead", [1, 3, 6])
+@pytest.mark.parametrize("draft", ["itself", "another", "no_engram"])
+def test_speculation_is_greedy(draft, ahead):
+    model = lively()
+    drafts = {"itself": model, "another": lively(seed=1), "no_engram": lively(with_engram=False)}
+    for prompt in (ids(1, 9), ids(1, 1)):
+        assert torch.equal(generate_speculatively(model, drafts[draft], prompt, 17, ahead=ahead), naive(model, prompt, 17))
+    assert generate_speculatively(model, model, ids(1, 3), 0).shape == (1, 0)
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(token_ids=ids(2, 0)), "T, the length of the prompts, must be at least 1, got 0"),
+    (dict(max_new_tokens=-1), "max_new_tokens must be at least 0, got -1"),
+    (dict(temperature=-0.5), "temperature must be at least 0, got -0.5"),
+    (dict(beams=0), "beams must be at least 1, got 0"),
+    (dict(beams=2, temperature=1.0), "temperature must be 0"),
+    (dict(temperature=1.0, top_k=-2), "top_k must be at least 1, got -2"),
+])
+def test_wrong_wishes(options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(build(), **dict(token_ids=ids(2, 3), max_new_tokens=2) | options)
+    with pytest.raises(ValueError, match="token_ids must be"):
+        generate_speculatively(build(), build(), ids(2, 3), 2)

@@ -606,15 +606,20 @@ def test_reference_state_dict_is_strict():
 # --------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_not_there_yet():
+def test_states_that_do_not_fit():
     layer = build()
     hidden, ids = draw()
-    with pytest.raises(NotImplementedError, match="state is not implemented yet"):
+    with pytest.raises(TypeError, match="state must be an EngramState, got object"):
         layer(hidden, ids, state=object())
-    with pytest.raises(NotImplementedError, match="init_state is not implemented yet"):
-        layer.init_state(2)
-    with pytest.raises(NotImplementedError, match="state"):
-        layer.conv(hidden.unsqueeze(2), state=object())
+    with pytest.raises(ValueError, match="state must be of batch size 2 on cpu, got 3 on cpu"):
+        layer(hidden, ids, state=layer.init_state(3))
+    for other in (build(configure(kernel_size=0)), build(configure(max_ngram_size=4))):
+        with pytest.raises(ValueError, match="state must come from this layer's init_state"):
+            layer(hidden, ids, state=other.init_state(2))
+    with pytest.raises(ValueError, match="gate_conv: state must keep value torch.float64"):
+        layer(hidden, ids, state=layer.init_state(2, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="init_state: max_rollback must be at least 0, got -1"):
+        layer.init_state(2, -1)
 
 
 def test_layers_that_are_not_in_the_configuration():

@@ -1,7 +1,8 @@
 """engram.optim: against torch.optim and a dense oracle on the touched rows, accumulation, resuming, what is refused."""
 import copy
 import io
-import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -152,7 +153,7 @@ def test_any_kind_of_gradient(make, dtype):
 
 @EACH
 def test_step_plan(make):
-    """Straight from the looked up rows' gradient: as through a sparse gradient, which rounds its sums in float32 only."""
+    """Straight from the looked up rows' gradient: to the bit as through a float32 sparse gradient."""
     weights = [table(), table()]
     optimizers = [make([weight]) for weight in weights]
     for step in range(5):
@@ -412,9 +413,6 @@ def test_thread_count_never_shows(make, threads):
     assert torch.equal(*found)
 
 
-FREE_MEMORY = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 @pytest.mark.slow
 @EACH
 def test_past_2_31_elements(make, tmp_path):
@@ -438,6 +436,40 @@ def test_past_2_31_elements(make, tmp_path):
             found = parameter.detach()[touched[0]].clone()
             assert found.any() and not parameter.detach()[rows - 2].any()
     assert torch.equal(found, small.detach()[[0, 3, 3, 1]])
+
+
+MEMORY = """
+import resource, sys, torch
+from engram import optim, ops
+torch.set_num_threads(2)
+rows, tokens, columns, width = 4_000_000, 4096, 16, 32
+weight = torch.nn.Parameter(torch.ones(rows, width))
+optimizer = getattr(optim, sys.argv[1])([weight], **eval(sys.argv[2]))
+grad = torch.randn(tokens, columns, width) / 1e3
+def step():
+    out = ops.embedding(weight, torch.randint(rows, (tokens, columns)), sparse_grad=True)
+    out.backward(grad)
+    optimizer.step()
+    optimizer.zero_grad()
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+for _ in range(3):
+    step()
+print(peak() - before, sum(x.nbytes for x in optimizer.state[weight].values()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, options", [("SGD", "dict(lr=0.1)"), ("RowWiseAdagrad", "dict()"),
+                                           ("RowWiseAdam", "dict(momentum=False)")])
+def test_memory_follows_the_batch(name, options):
+    """A 512 MB table: 4 bytes a row of state, 20 MB, and what the batch needs; nothing in proportion to the table."""
+    run = subprocess.run([sys.executable, "-c", MEMORY, name, options], capture_output=True, text=True, check=True)
+    peak, state = map(int, run.stdout.split())
+    slots = 4096 * 16
+    batch = slots * (8 * 5 + 3 * 4 * 32)        # ids, keys twice, runs, rows; output, sums, a copy of them
+    assert state <= (4 * 4_000_000 if name != "SGD" else 0) + 8
+    assert peak <= state + batch + 20e6, f"{peak / 1e6:.0f} MB"
 
 
 @pytest.mark.parametrize("tokens", [0, 5])

@@ -225,7 +225,7 @@ def test_optimizers(corpus, name):
 def test_a_run_of_another_optimizer_is_not_resumed(corpus, tmp_path):
     Comparison(TrainConfig(**SMALL), corpus).save(tmp_path / "c")
     with pytest.raises(CheckpointError, match="was trained with another optimizer"):
-        Comparison(TrainConfig(**SMALL, optimizer="adamw"), corpus).load(tmp_path / "c")
+        Comparison(TrainConfig(**SMALL, optimizer="row-wise-adam"), corpus).load(tmp_path / "c")
 
 
 def test_schedule():

@@ -93,8 +93,7 @@ struct DebugFlag {
 inline void no_cuda_kernels(StableIValue*, uint64_t, uint64_t) {
   throw std::runtime_error(
       "engram was built without CUDA kernels, so it has no op for CUDA tensors: reinstall it with a CUDA build of "
-      "torch "
-      "and a CUDA toolkit (ENGRAM_CUDA=1 pip install ... says what is missing), or move the tensors to the CPU");
+      "torch and a CUDA toolkit (ENGRAM_CUDA=1 pip install ... says what is missing), or move the tensors to the CPU");
 }
 
 }  // namespace engram

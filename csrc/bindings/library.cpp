@@ -1,6 +1,6 @@
 // Table of contents: every operator of the library, once. `*_backward` ops are plain functions; autograd is attached in
-// Python (engram/ops/*.py), which is also why no tensor is
-// keyword-only: register_autograd does not take such schemas. Meaning, shapes and errors: the docstrings there.
+// Python (engram/ops/*.py), which is also why no tensor is keyword-only: register_autograd does not take such schemas.
+// Meaning, shapes and errors: the docstrings there.
 #include "device.h"
 
 STABLE_TORCH_LIBRARY(ENGRAM_LIBRARY, m) {
@@ -24,12 +24,11 @@ STABLE_TORCH_LIBRARY(ENGRAM_LIBRARY, m) {
 
   m.def(
       "gate(Tensor hidden, Tensor key, Tensor value, Tensor? hidden_weight, Tensor? key_weight, float eps, "
-      "float clamp=1e-6, str zero_rule=\"sign\", Tensor? mask=None, bool residual=False) -> (Tensor out, Tensor "
-      "stats)");
+      "float clamp=1e-6, str zero_rule=\"sign\", Tensor? mask=None, bool residual=False) -> "
+      "(Tensor out, Tensor stats)");
   m.def(
-      "gate_backward(Tensor grad_out, Tensor hidden, Tensor key, Tensor value, Tensor? hidden_weight, Tensor? "
-      "key_weight, "
-      "Tensor stats, float clamp=1e-6, str zero_rule=\"sign\", Tensor? mask=None, bool residual=False) -> "
+      "gate_backward(Tensor grad_out, Tensor hidden, Tensor key, Tensor value, Tensor? hidden_weight, "
+      "Tensor? key_weight, Tensor stats, float clamp=1e-6, str zero_rule=\"sign\", Tensor? mask=None, bool residual=False) -> "
       "(Tensor grad_hidden, Tensor grad_key, Tensor grad_value, Tensor grad_hidden_weight, Tensor grad_key_weight)");
 
   m.def(
@@ -42,17 +41,15 @@ STABLE_TORCH_LIBRARY(ENGRAM_LIBRARY, m) {
       "(Tensor grad_x, Tensor grad_weight, Tensor grad_norm_weight)");
 
   m.def(
-      "gate_conv(Tensor hidden, Tensor key, Tensor value, Tensor? hidden_weight, Tensor? key_weight, Tensor "
-      "conv_weight, "
-      "Tensor? conv_norm_weight, float eps, float conv_eps, int dilation, float clamp=1e-6, str zero_rule=\"sign\", "
+      "gate_conv(Tensor hidden, Tensor key, Tensor value, Tensor? hidden_weight, Tensor? key_weight, "
+      "Tensor conv_weight, Tensor? conv_norm_weight, float eps, float conv_eps, int dilation, float clamp=1e-6, str zero_rule=\"sign\", "
       "str? activation=\"silu\", Tensor? document_ids=None, Tensor? mask=None, bool residual=False, "
       "Tensor? past_value=None, Tensor? past_stats=None) -> (Tensor out, Tensor stats)");
   m.def(
-      "gate_conv_backward(Tensor grad_out, Tensor hidden, Tensor key, Tensor value, Tensor? hidden_weight, Tensor? "
-      "key_weight, "
-      "Tensor conv_weight, Tensor? conv_norm_weight, Tensor stats, float conv_eps, int dilation, float clamp=1e-6, "
-      "str zero_rule=\"sign\", str? activation=\"silu\", Tensor? document_ids=None, Tensor? mask=None, bool "
-      "residual=False, Tensor? past_value=None, Tensor? past_stats=None) -> "
+      "gate_conv_backward(Tensor grad_out, Tensor hidden, Tensor key, Tensor value, Tensor? hidden_weight, "
+      "Tensor? key_weight, Tensor conv_weight, Tensor? conv_norm_weight, Tensor stats, float conv_eps, int dilation, float clamp=1e-6, "
+      "str zero_rule=\"sign\", str? activation=\"silu\", Tensor? document_ids=None, Tensor? mask=None, "
+      "bool residual=False, Tensor? past_value=None, Tensor? past_stats=None) -> "
       "(Tensor grad_hidden, Tensor grad_key, Tensor grad_value, Tensor grad_hidden_weight, Tensor grad_key_weight, "
       "Tensor grad_conv_weight, Tensor grad_conv_norm_weight)");
 

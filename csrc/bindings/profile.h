@@ -1,5 +1,5 @@
-// A named range around every op on CUDA, for nsys and ncu: domain "engram", the op's name. NVTX is header-only and costs
-// some nanoseconds where no profiler is attached; without its headers, or without CUDA kernels, there are no ranges.
+// A named range around every op on CUDA, for nsys and ncu: domain "engram", the op's name. NVTX is header-only and
+// costs some nanoseconds where no profiler is attached; without its headers, or without CUDA kernels, there are no ranges.
 #pragma once
 #include <algorithm>
 #include <cstddef>

@@ -32,8 +32,8 @@ template <typename T> struct RowUpdate {
   uint64_t seed;
 };
 
-// The random 16 bits that are added to a float32 before it is cut off to bfloat16: a hash of seed, step, row and column,
-// the same on every device. U: uint32_t, or a vector of it.
+// The random 16 bits that are added to a float32 before it is cut off to bfloat16: a hash of seed, step, row and
+// column, the same on every device. U: uint32_t, or a vector of it.
 ENGRAM_HOST_DEVICE inline uint64_t mix_bits(uint64_t z) {
   z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
   z = (z ^ z >> 27) * 0x94d049bb133111ebu;

@@ -107,7 +107,7 @@ def inputs(op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def measure(op: str, device: str, dtype: torch.dtype) -> tuple[float, float | None]:
-    """Errors `(forward, gradients)` of one operator: None where it has no gradients, shares of wrong ones of integers."""
+    """Errors `(forward, gradients)` of one operator: None without gradients, the share of wrong ones for integers."""
     tensors, constants = inputs(op)
     rounded = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     if op in IN_PLACE and dtype != torch.float64:

@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     run("--lr", type=float, metavar="X", help="peak learning rate; five times as much for the tables (default: 3e-3)")
     run("--optimizer", choices=("row-wise-adam", "row-wise-adagrad", "lazy-adamw", "adamw"),
         help="of the tables: a step of the first three costs what the batch touches, one of adamw what the tables hold "
-             "(default: row-wise-adam); all else is trained by AdamW")
+             "(default: adamw); all else is trained by AdamW")
     run("--seed", type=int, metavar="N", help="of the weights, the hash and the data order (default: 0)")
     run("--out", type=Path, default=Path("engram-run"), metavar="DIR",
         help="where checkpoint, plot and tokenizer go (default: ./engram-run)")
@@ -167,8 +167,11 @@ def train(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     print(f"  difference  {change:+.1f} %")
     step_ms, state = record["step_ms"], record["optimizer_bytes"]
     print(f"step        {step_ms[BASELINE]:.0f} ms baseline, {step_ms[ENGRAM]:.0f} ms engram")
-    print(f"optimizer   {state[BASELINE]:,} bytes of state baseline, {state[ENGRAM]:,} engram, of which {state['tables']:,} "
-          f"for the tables ({config.optimizer})")
+    print(f"optimizer   {state[BASELINE]:,} bytes of state baseline, {state[ENGRAM]:,} engram, "
+          f"of which {state['tables']:,} for the tables ({config.optimizer})")
+    prompt, continuation = comparison.sample(ENGRAM)
+    record["sample"] = {"prompt": prompt, "continuation": continuation}
+    print(f"sample      {prompt!r}\n  goes on   {continuation!r}")
     print(f"curves: {options.out / PLOT}, models: {checkpoint}")
     return 0, record
 

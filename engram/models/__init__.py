@@ -3,6 +3,7 @@
 Needs `pip install "engram-torch[train]"` (tokenizers, safetensors, tqdm, matplotlib); the model, `lm`, only torch.
 """
 
-from engram.models.lm import LanguageModel, LanguageModelConfig
+from engram.models.generation import generate, generate_speculatively
+from engram.models.lm import DecodingState, LanguageModel, LanguageModelConfig
 
-__all__ = ["LanguageModel", "LanguageModelConfig"]
+__all__ = ["DecodingState", "LanguageModel", "LanguageModelConfig", "generate", "generate_speculatively"]

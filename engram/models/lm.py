@@ -47,8 +47,42 @@ class LanguageModelConfig:
                 raise ValueError(f"engram.layer_ids {self.engram.layer_ids} must lie in [0, layers = {self.layers})")
 
 
+class DecodingState:
+    """What the model keeps of `batch_size` sequences between calls: keys and values of at most `capacity` tokens, which
+    of those are no padding, and the state of every Engram layer.
+
+    Args:
+        model: whose state it is.
+        batch_size: B.
+        capacity: tokens of prompt and continuation together.
+        max_rollback: how many tokens `rollback` can take back.
+    """
+
+    def __init__(self, model: "LanguageModel", batch_size: int, capacity: int, max_rollback: int = 0) -> None:
+        config, like = model.config, model.embedding.weight
+        shape = (config.layers, 2, batch_size, config.heads, capacity, config.hidden_size // config.heads)
+        self.kv = like.new_zeros(shape)
+        self.visible = torch.zeros(batch_size, capacity, dtype=torch.bool, device=like.device)
+        self.length, self.capacity = 0, capacity
+        self.engrams = {name: layer.init_state(batch_size, max_rollback) for name, layer in model.engrams.items()}
+
+    def rollback(self, count: int) -> None:
+        """Take the last `count` tokens of every sequence back."""
+        for state in self.engrams.values():
+            state.rollback(count)
+        self.length -= count
+
+    def select(self, index: Tensor) -> None:
+        """Sequence b becomes what sequence `index[b]` was."""
+        self.kv.copy_(self.kv.index_select(2, index))
+        self.visible.copy_(self.visible[index])
+        for state in self.engrams.values():
+            state.select(index)
+
+
 class Attention(nn.Module):
-    """Multi-head attention with rotary positions: x [B, T, D], mask bool [B, 1, T, T] (True = may look)."""
+    """Multi-head attention with rotary positions: x [B, T, D], mask bool [B, 1, T, S] (True = may look), where S counts
+    the tokens kept in `kv` [2, B, H, S, D / H] from before, and those of x, whose keys and values are written there."""
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
@@ -56,17 +90,20 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
         self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, rotation: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor, mask: Tensor | None, kv: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k = (rotate(z, rotation).to(v.dtype) for z in (q, k))
+        if kv is not None:
+            kv[:, :, :, kv.shape[3] - k.shape[2] :] = torch.stack([k, v])
+            k, v = kv.to(v.dtype)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.out(y.transpose(1, 2).flatten(-2))
 
 
-def rotation_table(length: int, size: int, like: Tensor) -> Tensor:
-    """Cosines and sines [2, length, size / 2] of the rotary positions."""
+def rotation_table(positions: Tensor, size: int, like: Tensor) -> Tensor:
+    """Cosines and sines [2, ..., size / 2] of rotary positions [...], in the dtype of `like`."""
     frequency = 10000.0 ** (-torch.arange(0, size, 2, device=like.device, dtype=torch.float64) / size)
-    angle = torch.arange(length, device=like.device, dtype=torch.float64)[:, None] * frequency
+    angle = positions.double()[..., None] * frequency
     return torch.stack([angle.cos(), angle.sin()]).to(like.dtype)
 
 
@@ -125,8 +162,8 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config)
         self.mlp_residual = Residual(config.branches, 2 * index + 1)
 
-    def forward(self, h: Tensor, rotation: Tensor, mask: Tensor | None) -> Tensor:
-        h = self.attention_residual(h, lambda x: self.attention(self.attention_norm(x), rotation, mask))
+    def forward(self, h: Tensor, rotation: Tensor, mask: Tensor | None, kv: Tensor | None = None) -> Tensor:
+        h = self.attention_residual(h, lambda x: self.attention(self.attention_norm(x), rotation, mask, kv))
         return self.mlp_residual(h, lambda x: self.mlp(self.mlp_norm(x)))
 
 
@@ -157,19 +194,58 @@ class LanguageModel(nn.Module):
             for linear in (block.attention.out, block.mlp.down):
                 nn.init.normal_(linear.weight, std=0.02 / (2 * len(self.blocks)) ** 0.5)
 
-    def forward(self, token_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """token_ids int64 [B, T], document_ids int64 [B, T] or None (one document a row) -> logits [B, T, V]."""
+    def forward(
+        self,
+        token_ids: Tensor,
+        document_ids: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        state: DecodingState | None = None,
+    ) -> Tensor:
+        """Logits of the token after each.
+
+        Args:
+            token_ids: int64 [B, T].
+            document_ids: int64 [B, T], or None: one document a row.
+            mask: bool [B, T], False = padding, which no token sees.
+            state: the tokens go on where it stands and are appended to it; one document a row then.
+
+        Returns:
+            [B, T, V].
+
+        Raises:
+            ValueError: document_ids beside a state, or more tokens than it has room for.
+        """
+        tokens, visible, before = token_ids.shape[1], mask, 0
         h = self.embedding(token_ids)
-        rotation = rotation_table(h.shape[1], self.config.hidden_size // self.config.heads, h)
-        mask = None
+        if state is not None:
+            if document_ids is not None:
+                raise ValueError("a model with a state goes on with one document a row: document_ids must be None")
+            before = state.length
+            if before + tokens > state.capacity:
+                raise ValueError(f"the state has room for {state.capacity} tokens, got {before} + {tokens}")
+            state.visible[:, before : before + tokens] = True if mask is None else mask
+            visible = state.visible[:, : before + tokens]
+        look, positions = None, torch.arange(before, before + tokens, device=h.device)
+        if visible is not None:  # positions count from the first token that is no padding
+            positions = (visible.long().cumsum(1)[:, before:] - 1).clamp(min=0)[:, None]
+            causal = torch.ones(tokens, before + tokens, dtype=torch.bool, device=h.device).tril(before)
+            # A padding token sees itself, for a row without anything to look at has no softmax.
+            itself = torch.eye(before + tokens, dtype=torch.bool, device=h.device)[before:]
+            look = (causal & visible[:, None, :] | itself)[:, None]
         if document_ids is not None:
-            mask = (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril()
+            same = (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril()
+            look = same if look is None else same & look
+        rotation = rotation_table(positions, self.config.hidden_size // self.config.heads, h)
         if self.config.branches > 1:
             h = h[:, :, None, :].repeat(1, 1, self.config.branches, 1)
         for index, block in enumerate(self.blocks):
             if str(index) in self.engrams:
-                h = h + self.engrams[str(index)](h, token_ids, document_ids=document_ids)
-            h = block(h, rotation, mask)
+                kept = None if state is None else state.engrams[str(index)]
+                h = h + self.engrams[str(index)](h, token_ids, document_ids=document_ids, mask=mask, state=kept)
+            h = block(h, rotation, look, None if state is None else state.kv[index][:, :, :, : before + tokens])
+        if state is not None:
+            state.length += tokens
         if self.config.branches > 1:
             h = h.mean(dim=2)
         return F.linear(self.norm(h), self.embedding.weight)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from engram import optim
 from engram.config import EngramConfig
 from engram.models.corpus import Corpus, held_out_batches, training_batch
+from engram.models.generation import generate
 from engram.models.lm import LanguageModel, LanguageModelConfig
 from engram.nn import MultiHeadEmbedding
 from engram.vocab import TokenMap
@@ -74,7 +75,7 @@ class TrainConfig:
     seed: int = 0
     lr: float = 3e-3  # the best for the baseline of 2, 3, 4, 5.5 and 8e-3
     dtype: str = "float32"  # bfloat16: float32 weights under autocast
-    optimizer: str = "row-wise-adam"  # of the tables, out of OPTIMIZERS
+    optimizer: str = "adamw"  # of the tables, out of OPTIMIZERS
 
     def __post_init__(self) -> None:
         for name in ("text", "engram_layers"):
@@ -137,7 +138,7 @@ def schedule(step: int) -> float:
 
 
 class Comparison:
-    """Both models, their optimizers (`{name: [for the backbone, for the tables]}`), the step reached, the losses so far.
+    """Both models, their optimizers (`{name: [for the backbone, for the tables]}`), the step reached and the losses.
 
     `history` is `{"train": [[step, baseline, engram], ...], "held_out": [...]}`.
     """
@@ -185,8 +186,8 @@ class Comparison:
         return counts
 
     def optimizer_bytes(self) -> dict[str, int]:
-        """`{"baseline": n, "engram": n, "tables": n}`: memory of the optimizers' state so far; "tables" is the part that
-        the tables' optimizer has."""
+        """`{"baseline": n, "engram": n, "tables": n}`: memory of the optimizers' state so far; "tables" is the part
+        that the tables' optimizer has."""
         def size(optimizer: torch.optim.Optimizer) -> int:
             return sum(tensor.nbytes for state in optimizer.state.values() for tensor in state.values())
 
@@ -236,6 +237,14 @@ class Comparison:
         if not self.history["held_out"] or self.history["held_out"][-1][0] != self.step:
             self.history["held_out"].append([self.step, *losses.values()])
         return losses
+
+    def sample(self, name: str, prompt: int = 24, count: int = 48, temperature: float = 0.8) -> tuple[str, str]:
+        """A prompt of so many held-out tokens and the model's continuation of so many, as text; always the same."""
+        stream = self.corpus.held_out
+        tokens = torch.from_numpy(stream.tokens[: min(prompt, len(stream) - 1)].astype("int64"))[None].to(self.device)
+        generator = torch.Generator(self.device).manual_seed(self.config.seed)
+        found = generate(self.models[name], tokens, count, temperature=temperature, generator=generator)
+        return tuple(self.corpus.tokenizer.decode(ids[0].tolist()) for ids in (tokens, found))
 
     def _loss(self, model: LanguageModel, batch: tuple[Tensor, ...]) -> Tensor:
         tokens, targets, documents = (tensor.to(self.device) for tensor in batch)

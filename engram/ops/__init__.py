@@ -1,11 +1,12 @@
 """The operators of the Engram layer; ``engram.reference`` has the same functions in plain PyTorch."""
 
+from engram.ops._state import Marks, Ring  # noqa: F401  (what state= of the convolutions takes)
 from engram.ops.decode import decode
 from engram.ops.embedding import embedding
 from engram.ops.gate import gate
 from engram.ops.gate_conv import gate_conv
 from engram.ops.ngram_hash import ngram_hash
-from engram.ops.row_plan import RowPlan, row_plan
+from engram.ops.row_plan import RowPlan, row_plan  # noqa: F401
 from engram.ops.row_sum import row_sum
 from engram.ops.row_update import row_update
 from engram.ops.short_conv import short_conv

@@ -1,4 +1,4 @@
-"""What a sequence leaves behind for its next tokens: rings of positions, read before the first token and appended to."""
+"""What a sequence leaves for its next tokens: rings of positions, read before the first token and appended to."""
 
 from typing import NamedTuple
 
@@ -68,10 +68,9 @@ class Ring:
             dtype = tensor.dtype if wanted is None else wanted.dtype
             fits = tensor.shape[0] == like.shape[0] and tuple(tensor.shape[2:]) == trailing
             if not fits or tensor.dtype != dtype or tensor.device != like.device:
-                raise ValueError(
-                    f"{op}: state must keep {name} {dtype} [{like.shape[0]}, {self.slots}, {', '.join(map(str, trailing))}]"
-                    f" on {like.device}, got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-                )
+                sizes = [like.shape[0], self.slots, *trailing]
+                raise ValueError(f"{op}: state must keep {name} {dtype} {sizes} on {like.device}, "
+                                 f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}")
 
     def marks(self, document_ids: Tensor | None, like: Tensor, starts: Tensor | None = None) -> Marks:
         """Runs and documents of the next tokens.
@@ -115,9 +114,8 @@ class Ring:
             lengths = self.position.new_full((batch,), tokens)
         lengths = lengths.to(self.position).clamp(0, tokens)
         if tokens:
-            kept = min(tokens, self.slots)
             # The last tokens within each length; before the first one stands what is in the ring already.
-            index = lengths[:, None] - kept + torch.arange(kept, device=runs.device)
+            index = lengths[:, None] + torch.arange(-self.slots, 0, device=runs.device)
             new, source = index >= 0, index.clamp(min=0)
             slots = (self.position[:, None] + index) % self.slots
             if visible is None:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engram.ops._call import call
 from engram.ops._fake import accumulate_dtype, same_device
 from engram.ops._state import Ring
 from engram.ops.short_conv import mask_of_lengths
@@ -67,7 +68,8 @@ def gate_conv(
         marks, visible = state.marks(document_ids, hidden), mask
         past, document_ids, mask = state.before(marks.runs, mask)
         past_value, past_stats = past["value"], past["stats"]
-    out, stats = torch.ops.engram.gate_conv(
+    out, stats = call(
+        torch.ops.engram.gate_conv,
         hidden,
         key,
         value,
@@ -121,7 +123,10 @@ def _(
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, _eps, conv_eps, dilation, clamp, zero_rule, activation, document_ids, mask, residual, past_value, past_stats = inputs
+    (
+        *tensors, _eps, conv_eps, dilation, clamp, zero_rule, activation, document_ids, mask, residual, past_value,
+        past_stats,
+    ) = inputs
     _, stats = output
     ctx.mark_non_differentiable(stats)
     ctx.save_for_backward(*tensors, stats, document_ids, mask, past_value, past_stats)

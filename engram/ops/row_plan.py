@@ -31,8 +31,8 @@ def row_plan(rows: Tensor, num_rows: int, *, row_begin: int | None = None, mask:
 
     Returns:
         RowPlan of ``keys`` int64 ``[slots]``, the slots in order of (row, slot), skipped ones last; ``runs`` int64
-        ``[slots + 1]``, where in keys each touched row begins, and from ``[count]`` on where the last one ends; ``count``
-        int64 ``[1]``, the number of touched rows. slots is the number of elements of rows.
+        ``[slots + 1]``, where in keys each touched row begins, and from ``[count]`` on where the last one ends;
+        ``count`` int64 ``[1]``, the number of touched rows. slots is the number of elements of rows.
 
     The order is unique, and with it the bits of every sum along it. Nothing here waits for a CUDA device.
 

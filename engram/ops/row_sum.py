@@ -16,8 +16,8 @@ def row_sum(values: Tensor, keys: Tensor, runs: Tensor, count: Tensor) -> tuple[
         count: likewise.
 
     Returns:
-        ``(rows, sums)``: int64 ``[n]``, the touched rows in ascending order, and ``[n, d]`` in the dtype of values. Sums
-        are kept in float32 (float64 for float64), in the order of the slots, and rounded once.
+        ``(rows, sums)``: int64 ``[n]``, the touched rows in ascending order, and ``[n, d]`` in the dtype of values.
+        Sums are kept in float32 (float64 for float64), in the order of the slots, and rounded once.
 
     On CUDA this waits for the device, which knows n.
 

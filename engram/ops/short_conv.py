@@ -39,7 +39,7 @@ def short_conv(
         document_ids: integer ``[B, T]``: no tap reaches across a change of id.
         mask: bool ``[B, T]``; False: the position contributes to no other, its own output is zero (``x`` bit for bit
             with ``residual``).
-        state: `Ring` of x: what earlier calls have appended comes before the first token, and these tokens are appended
+        state: `ops.Ring` of x: what earlier calls have appended comes before the first token, and these tokens are appended
             to it, in place; the result is that slice of one call over everything. No gradient flows through it.
         lengths: integer ``[B]``: positions from ``lengths[b]`` on count as masked and, with a state, are not appended.
 

@@ -12,6 +12,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
 #include <random>
 #include <string>
 #include <vector>
@@ -66,14 +67,14 @@ constexpr double kTolerance = std::is_same_v<T, double>  ? 1e-12
                                                          : 8e-3;
 
 // Norm-wise.
-template <typename T> void compare(Buffer<T>& got, Buffer<T>& expected, const std::string& what) {
+template <typename T> void compare(Buffer<T>& got, Buffer<T>& expected, const std::string& what, double times = 1) {
   double error = 0, size = 0;
   for (int64_t i = 0; i < got.n; ++i) {
     const double e = static_cast<double>(expected[i]), d = static_cast<double>(got[i]) - e;
     error += d * d;
     size += e * e;
   }
-  check(error <= kTolerance<T> * kTolerance<T> * size,
+  check(std::sqrt(error) <= times * kTolerance<T> * std::sqrt(size),
         what + " " + name_of<T>() + ": relative error " + std::to_string(std::sqrt(error / size)));
 }
 
@@ -259,7 +260,7 @@ void test_row_update(const Plan* plan, int64_t R, int64_t d, int64_t shift, cons
     if (u.stochastic) check(same(got, expected, R * d), what + " rounds to other bits than the CPU");
     else compare(got, expected, what + " table");
     if (has_first) compare(got_first, expected_first, what + " first");
-    if (second) compare(got_second, expected_second, what + " second");
+    if (second) compare(got_second, expected_second, what + " second", 2);  // the square of a sum
   };
   table.normal(), grad.normal(1), first.normal();
   for (const Rule& rule : kRules) {
@@ -520,10 +521,10 @@ void test_short_conv(int64_t B, int64_t tokens, int64_t G, int64_t D, int64_t K,
 
 template <typename H, typename K>
 void test_gate_conv(int64_t B, int64_t tokens, int64_t G, int64_t D, int64_t taps_count, int64_t dilation, bool norm,
-                    bool documents, bool masked, bool residual) {
+                    bool documents, bool masked, bool residual, int64_t past = 0, int64_t shift = 0) {
   using A = accumulate_t<H>;
   const std::string what = "gate_conv " + std::to_string(tokens) + "x" + std::to_string(G) + "x" + std::to_string(D) +
-                           " K " + std::to_string(taps_count);
+                           " K " + std::to_string(taps_count) + " past " + std::to_string(past);
   const int64_t all = B * tokens, n = all * G * D, parts = 2, width = 3 * G + 1;
   Buffer<H> hidden(n), grad_out(n), out(n), out_expected(n), grad_hidden(n), grad_hidden_expected(n);
   Buffer<K> key(n), value(all * D), grad_key(n), grad_key_expected(n), grad_value(all * D),
@@ -531,12 +532,22 @@ void test_gate_conv(int64_t B, int64_t tokens, int64_t G, int64_t D, int64_t tap
   Buffer<A> weight(G * D), taps(taps_count * G * D), stats(all * width), stats_expected(all * width);
   Buffer<A> R(parts * G * D), R_expected(parts * G * D), S(parts * taps_count * G * D),
       S_expected(parts * taps_count * G * D);
-  Buffer<int64_t> document_ids(all);
-  Buffer<bool> mask(all);
+  Buffer<K> past_value(B * past * D, shift);
+  Buffer<A> past_stats(B * past * width);
+  Buffer<int64_t> document_ids(B * past + all);
+  Buffer<bool> mask(B * past + all);
   hidden.normal(), key.normal(), value.normal(), grad_out.normal(), weight.normal(1), taps.normal();
-  for (int64_t i = 0; i < all; ++i) {
+  for (int64_t i = 0; i < B * past + all; ++i) {
     mask[i] = uniform(0, 3) > 0;
     document_ids[i] = i && uniform(0, 9) ? document_ids[i - 1] : uniform(0, 1);
+  }
+  past_value.normal(), past_stats.normal();
+  for (int64_t i = 0; i < B * past; ++i) {
+    A& mean_square = past_stats[(i + 1) * width - 1];
+    mean_square = std::abs(mean_square);
+    if (!masked || mask[i + i / past * tokens]) continue;  // what is masked may hold anything
+    for (int64_t d = 0; d < D; ++d) past_value[i * D + d] = static_cast<K>(std::numeric_limits<float>::quiet_NaN());
+    for (int64_t j = 0; j < width; ++j) past_stats[i * width + j] = std::numeric_limits<A>::quiet_NaN();
   }
   const ShortConvShape shape{B,
                              tokens,
@@ -548,10 +559,21 @@ void test_gate_conv(int64_t B, int64_t tokens, int64_t G, int64_t D, int64_t tap
                              true,
                              true,
                              documents ? document_ids.data : nullptr,
-                             masked ? mask.data : nullptr};
+                             masked ? mask.data : nullptr,
+                             past};
   const GateOptions<A> options{A(1e-6), A(1e-6), true, true, false, residual};
-  GateConvForward<H, K> f{hidden.data,         key.data, value.data, weight.data, taps.data, out_expected.data,
-                          stats_expected.data, A(1e-5),  options,    shape};
+  GateConvForward<H, K> f{hidden.data,
+                          key.data,
+                          value.data,
+                          weight.data,
+                          taps.data,
+                          out_expected.data,
+                          stats_expected.data,
+                          past ? past_value.data : nullptr,
+                          past ? past_stats.data : nullptr,
+                          A(1e-5),
+                          options,
+                          shape};
   cpu::gate_conv_stats(f, 0, all);
   cpu::gate_conv_forward(f, 0, B * conv_blocks_per_row(shape));
   f.out = out.data, f.stats = stats.data;
@@ -567,6 +589,8 @@ void test_gate_conv(int64_t B, int64_t tokens, int64_t G, int64_t D, int64_t tap
                            weight.data,
                            taps.data,
                            stats_expected.data,
+                           f.past_value,
+                           f.past_stats,
                            grad_hidden_expected.data,
                            grad_key_expected.data,
                            grad_value_expected.data,
@@ -659,6 +683,15 @@ void test_all() {
   test_gate_conv<Half, Half>(1, 9, 3, 33, 5, 2, true, true, true, true);      // any shape
   test_gate_conv<float, float>(2, 132, 1, 8, 4, 2, true, true, true, false);  // several blocks a part
   test_gate_conv<BFloat16, BFloat16>(1, 5, 1, 2568, 4, 3, true, false, true, true);
+  test_gate_conv<float, float>(2, 70, 4, 64, 4, 3, true, true, true, true, 9);          // as far as taps reach
+  test_gate_conv<BFloat16, BFloat16>(2, 3, 4, 72, 4, 3, true, true, true, true, 14);    // farther
+  test_gate_conv<BFloat16, BFloat16>(2, 1, 1, 40, 4, 3, true, false, false, false, 4);  // less far
+  test_gate_conv<double, double>(2, 131, 4, 34, 3, 5, false, true, true, false, 140);   // several blocks
+  test_gate_conv<float, Half>(3, 7, 1, 136, 2, 20, true, true, false, true, 21);        // no token reaches another
+  test_gate_conv<Half, Half>(2, 9, 4, 33, 4, 2, true, true, true, true, 7);             // odd width
+  test_gate_conv<float, BFloat16>(2, 6, 4, 64, 4, 3, true, true, true, true, 9, 1);     // misaligned
+  test_gate_conv<Half, Half>(2, 9, 3, 40, 5, 2, true, true, true, true, 6);             // any shape
+  test_gate_conv<float, float>(2, 5, 2, 64, 4, 40, true, true, true, true, 100);
 }
 
 }  // namespace

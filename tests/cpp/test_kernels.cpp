@@ -546,6 +546,50 @@ void test_short_conv(int64_t B, int64_t N, int64_t G, int64_t D, int64_t K, int6
 
 // ------------------------------------------------------------------------------------------------ gate_conv
 
+// Of x [B, N, width] the tokens from .. to of every row.
+template <typename T>
+std::vector<T> tokens_of(const T* x, int64_t B, int64_t N, int64_t width, int64_t from, int64_t to) {
+  std::vector<T> part;
+  for (int64_t b = 0; b < B; ++b) part.insert(part.end(), x + (b * N + from) * width, x + (b * N + to) * width);
+  return part;
+}
+
+// The tokens after a cut, given value and stats of those before it: bit for bit what the whole says of them.
+template <typename H, typename K>
+void test_gate_conv_past(engram::GateConvForward<H, K> f, engram::GateConvBackward<H, K> g) {
+  using A = accumulate_t<H>;
+  engram::ShortConvShape& s = f.shape;
+  const int64_t B = s.batch, N = s.tokens, D = s.dim, GD = s.branches * D, width = 3 * s.branches + 1;
+  const int64_t cut = uniform(0, N), past = uniform(std::min(cut, (s.taps - 1) * s.dilation), cut), first = cut - past;
+  const auto later = [&](const auto* x, int64_t pitch) { return tokens_of(x, B, N, pitch, cut, N); };
+  const auto hidden = later(f.hidden, GD), grad_out = later(g.grad_out, GD);
+  const auto key = later(f.key, GD), value = later(f.value, D);
+  const auto past_value = tokens_of(f.value, B, N, D, first, cut);
+  const auto past_stats = tokens_of(g.stats, B, N, width, first, cut);
+  const auto documents = tokens_of(s.document_ids, B, N, 1, first, N);
+  const auto visible = tokens_of(reinterpret_cast<const char*>(s.mask), B, N, 1, first, N);
+  const auto want_out = later(f.out, GD), want_grad_hidden = later(g.grad_hidden, GD);
+  const auto want_grad_key = later(g.grad_key, GD), want_grad_value = later(g.grad_value, D);
+  const auto want_stats = later(g.stats, width);
+  std::vector<H> out(hidden.size(), H(7)), grad_hidden(hidden.size(), H(7));
+  std::vector<K> grad_key(key.size(), K(7)), grad_value(value.size(), K(7));
+  std::vector<A> stats(want_stats.size(), A(7)), R(GD), S(s.taps * GD);
+  s.tokens = N - cut, s.past = past, s.document_ids = documents.data();
+  s.mask = reinterpret_cast<const bool*>(visible.data());
+  f.hidden = hidden.data(), f.key = key.data(), f.value = value.data(), f.out = out.data(), f.stats = stats.data();
+  f.past_value = past_value.data(), f.past_stats = past_stats.data();
+  engram::cpu::gate_conv_stats(f, 0, B * s.tokens);
+  engram::cpu::gate_conv_forward(f, 0, B * engram::conv_blocks_per_row(s));
+  g.grad_out = grad_out.data(), g.hidden = f.hidden, g.key = f.key, g.value = f.value, g.stats = f.stats;
+  g.past_value = f.past_value, g.past_stats = f.past_stats, g.grad_hidden = grad_hidden.data();
+  g.grad_key = grad_key.data(), g.grad_value = grad_value.data(), g.gate_partials = R.data();
+  g.conv_partials = S.data(), g.parts = 1, g.shape = s;
+  engram::cpu::gate_conv_backward(g, 0, 1);
+  check(out == want_out && stats == want_stats, "gate_conv forward with a past");
+  check(grad_hidden == want_grad_hidden && grad_key == want_grad_key && grad_value == want_grad_value,
+        "gate_conv backward with a past");
+}
+
 // Against gate and then short_conv in double, which the tests above hold against the formulas: forward and backward.
 template <typename H, typename K>
 void test_gate_conv(int64_t B, int64_t N, int64_t G, int64_t D, int64_t taps_count, int64_t dilation, bool norm,
@@ -562,8 +606,9 @@ void test_gate_conv(int64_t B, int64_t N, int64_t G, int64_t D, int64_t taps_cou
   const engram::GateOptions<A> options{A(1e-2), A(1e-6), true, true, false, residual};
   std::vector<H> out(n * GD, H(7)), grad_hidden(n * GD, H(7));
   std::vector<A> stats(n * (3 * G + 1), A(7));
-  const engram::GateConvForward<H, K> forward{hidden.data(), key.data(),   value.data(), weight.data(), taps.data(),
-                                              out.data(),    stats.data(), A(1e-5),      options,       shape};
+  const engram::GateConvForward<H, K> forward{hidden.data(), key.data(), value.data(), weight.data(),
+                                              taps.data(),   out.data(), stats.data(), nullptr,
+                                              nullptr,       A(1e-5),    options,      shape};
   const int64_t cut = uniform(0, n), blocks = B * engram::conv_blocks_per_row(shape),
                 parts = std::max<int64_t>(1, std::min<int64_t>(blocks, 3));
   engram::cpu::gate_conv_stats(forward, cut, n);
@@ -578,6 +623,8 @@ void test_gate_conv(int64_t B, int64_t N, int64_t G, int64_t D, int64_t taps_cou
                                                 weight.data(),
                                                 taps.data(),
                                                 stats.data(),
+                                                nullptr,
+                                                nullptr,
                                                 grad_hidden.data(),
                                                 grad_key.data(),
                                                 grad_value.data(),
@@ -589,6 +636,7 @@ void test_gate_conv(int64_t B, int64_t N, int64_t G, int64_t D, int64_t taps_cou
                                                 options,
                                                 shape};
   for (int64_t p = parts; p-- > 0;) engram::cpu::gate_conv_backward(backward, p, p + 1);
+  test_gate_conv_past(forward, backward);
 
   const auto h = to_double(hidden), k = to_double(key), v = to_double(value), w = to_double(weight),
              t = to_double(taps);

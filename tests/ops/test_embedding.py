@@ -108,7 +108,8 @@ FREE_MEMORY = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(FREE_MEMORY < 8 << 30, reason="its dense gradient takes 4 GiB, and less than 8 are free")
+@pytest.mark.skipif(FREE_MEMORY < 8 << 30, reason="its dense gradient takes 4 GiB of 8 that should be free, and "
+                                                  f"{FREE_MEMORY / 2**30:.1f} GiB are")
 def test_gradient_past_2_31_elements():
     width = 264
     rows = 2**31 // width + 10

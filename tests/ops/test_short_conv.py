@@ -4,6 +4,7 @@ import re
 import pytest
 import torch
 from engram import ops, reference
+from engram.ops import Ring
 from samples import DEVICES, DTYPES, named
 
 CONV = [ops.short_conv, reference.short_conv]
@@ -96,9 +97,12 @@ def test_a_zero_weight_is_the_identity(device):
     assert inputs["weight"].grad.any()
 
 
-def test_state_waits_for_its_turn():
-    with pytest.raises(NotImplementedError, match="^short_conv: state"):
-        ops.short_conv(**named("short_conv", "plain")[0](), state=object())
+def test_a_state_of_other_sizes():
+    inputs = named("short_conv", "plain")[0]("cpu", torch.float32)
+    first = inputs["x"]
+    for kept in ({"other": first[:, :0]}, {"x": first[:1, :0]}):
+        with pytest.raises(ValueError, match="^short_conv: state must keep"):
+            ops.short_conv(**inputs, state=Ring(kept, 9, 0))
 
 
 @pytest.mark.parametrize("argument, value, expected", [

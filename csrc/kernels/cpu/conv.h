@@ -10,6 +10,9 @@ namespace engram::cpu::ENGRAM_ISA {
 // gradients stay in the first-level cache while time runs, and what is written is contiguous enough for the
 // prefetchers.
 constexpr int64_t kTile = 256;
+// Positions that rows are fetched before their turn: those of a tile lie too far apart for the processor to see them
+// coming.
+constexpr int64_t kAhead = 2;
 
 // The usual four taps are worth a loop of their own (Taps = 4, else 0 = any number), except where it would never be
 // fast.
@@ -18,6 +21,18 @@ template <typename A> constexpr int kUsualTaps = 0;
 #else
 template <typename A> constexpr int kUsualTaps = std::is_same_v<A, double> ? 0 : 4;
 #endif
+
+// Scratch of the kernels: on cache lines, so that no vector lies across two, and left as it comes.
+template <typename A> struct ScratchAllocator {
+  using value_type = A;
+  ScratchAllocator() = default;
+  template <typename U> ScratchAllocator(const ScratchAllocator<U>&) {}
+  A* allocate(size_t n) { return static_cast<A*>(::operator new(n * sizeof(A), std::align_val_t{64})); }
+  void deallocate(A* p, size_t) { ::operator delete(p, std::align_val_t{64}); }
+  template <typename U> void construct(U*) {}
+  bool operator==(const ScratchAllocator&) const { return true; }
+};
+template <typename A> using Scratch = std::vector<A, ScratchAllocator<A>>;
 
 // One block of time of one batch row, with the positions around it that it reads (before) or that read from it (after).
 struct Stretch {
@@ -131,7 +146,7 @@ ENGRAM_INLINE void convolve(const TapRows<Taps, A>& taps, const TapWeights<A>& w
 // A tile of source rows in the accumulation type, [last - first, kTile], and a row of zeros behind them.
 template <typename K> struct ConvTile {
   using A = accumulate_t<K>;
-  std::vector<A> buffer;
+  Scratch<A> buffer;
   A* rows = nullptr;
   A* zeros = nullptr;
 
@@ -144,7 +159,9 @@ template <typename K> struct ConvTile {
     for (int64_t i = 0; i < count; ++i) {
       if (stretch.masked(stretch.first + i)) continue;  // never read
       const K* from = source.row(stretch, stretch.first + i, g) + tile;
+      const K* ahead = from + std::min(kAhead, count - 1 - i) * source.token_stride;
       for_each_vec<A>(0, width, [&](auto lanes, int64_t d) ENGRAM_INLINE_LAMBDA {
+        __builtin_prefetch(ahead + d);
         lanes.put(rows + i * kTile + d, lanes.get(from + d));
       });
     }
@@ -169,7 +186,9 @@ ENGRAM_TARGET void conv_forward_block(const Stretch& stretch, const ConvSource<K
   using A = accumulate_t<K>;
   const ShortConvShape& s = stretch.shape;
   const int64_t D = s.dim, G = s.branches;
-  const bool streaming = streams(out, D, s.batch * s.tokens * G * D);
+  // Copies: what is written may, for all the compiler knows, be where the originals lie.
+  const bool adds_self = source.self;
+  const bool silu = s.silu, streaming = streams(out, D, s.batch * s.tokens * G * D);
   for (int64_t tile = 0; tile < D; tile += kTile) {
     const int64_t width = std::min(kTile, D - tile);
     for (int64_t g = 0; g < G; ++g) {
@@ -187,8 +206,8 @@ ENGRAM_TARGET void conv_forward_block(const Stretch& stretch, const ConvSource<K
         const A self = source.self ? source.self[(t - stretch.first) * G + g] : A(0);
         convolve<Taps>(taps, tap_weights, width,
                        [&](auto lanes, int64_t d, vec<A> z, const auto&) ENGRAM_INLINE_LAMBDA {
-                         vec<A> y = s.silu ? z * sigmoid(z) : z;
-                         if (source.self) y += self * lanes.get(x + d);
+                         vec<A> y = silu ? z * sigmoid_for<H>(z) : z;
+                         if (adds_self) y += self * lanes.get(x + d);
                          if (hidden) y += lanes.get(hidden + at + d);
                          lanes.put(out + at + d, y, streaming);
                        });
@@ -199,8 +218,9 @@ ENGRAM_TARGET void conv_forward_block(const Stretch& stretch, const ConvSource<K
 }
 
 template <typename A> struct ConvScratch {
-  std::vector<A> grad_z;  // [last - begin, kTile]
-  std::vector<A> grad_x;  // [end - begin, D]
+  Scratch<A> grad_z;  // [last - begin, kTile]
+  Scratch<A> grad_x;  // [end - begin, D]
+  Scratch<A> S;       // [K, kTile]: in `part` the taps may lie a multiple of 4 KiB apart, where loads wait for stores
 };
 
 // Backward of the block for the branches [g0, g1) that share a source row: adds S to `part` ([K, G, D]), writes
@@ -214,8 +234,11 @@ ENGRAM_TARGET void conv_backward_block(const Stretch& stretch, const ConvSource<
   using A = accumulate_t<K>;
   const ShortConvShape& s = stretch.shape;
   const int64_t D = s.dim, G = s.branches, GD = G * D, K_ = s.taps, begin = stretch.begin, end = stretch.end;
+  const bool silu = s.silu, adds_self = source.self;
   scratch.grad_z.resize((stretch.last - begin) * kTile);
   scratch.grad_x.resize((end - begin) * D);
+  if (g0 == g1) std::fill(scratch.grad_x.begin(), scratch.grad_x.end(), A(0));  // no branch writes there
+  scratch.S.resize(K_ * kTile);
   for (int64_t i = 0; i < end - begin; ++i) std::fill(P + i * G + g0, P + i * G + g1, A(0));
   for (int64_t i = 0; i < end - begin; ++i) std::fill(Q + i * G + g0, Q + i * G + g1, A(0));
 
@@ -224,6 +247,8 @@ ENGRAM_TARGET void conv_backward_block(const Stretch& stretch, const ConvSource<
     tile_rows.fill(stretch, source, g0, tile, width);
     for (int64_t g = g0; g < g1; ++g) {
       const TapWeights<A> tap_weights{weights + g * D + tile, GD, K_};
+      A* S = scratch.S.data();
+      for (int64_t j = 0; j < K_; ++j) std::copy_n(part + j * GD + g * D + tile, width, S + j * kTile);
       // grad_z of the block and of the positions after it that read from it; S over the block.
       for (int64_t t = begin; t < stretch.last; ++t) {
         if (stretch.masked(t)) continue;  // never read
@@ -231,23 +256,25 @@ ENGRAM_TARGET void conv_backward_block(const Stretch& stretch, const ConvSource<
         tile_rows.template aim<Taps>(stretch, source, t, g, taps);
         const H* dy = grad_out + (stretch.token + t) * GD + g * D + tile;
         A* dz = scratch.grad_z.data() + (t - begin) * kTile;
-        A* S = part + g * D + tile;
+        const H* ahead = dy + std::min(kAhead, stretch.last - 1 - t) * GD;
         const bool own = t < end;
         convolve<Taps>(taps, tap_weights, width,
                        [&](auto lanes, int64_t d, vec<A> z, const auto& input) ENGRAM_INLINE_LAMBDA {
+                         __builtin_prefetch(ahead + d);
                          vec<A> grad = lanes.get(dy + d);
-                         if (s.silu) {
-                           const vec<A> sg = sigmoid(z);
+                         if (silu) {
+                           const vec<A> sg = sigmoid(z);  // in full: the weights' gradients may be float32
                            grad *= sg * (A(1) + z * (A(1) - sg));
                          }
                          lanes.put(dz + d, grad);
                          if (own) {
                            for (int64_t j = 0; j < (Taps ? Taps : K_); ++j) {
-                             lanes.put(S + j * GD + d, lanes.get(S + j * GD + d) + grad * input(j));
+                             lanes.put(S + j * kTile + d, lanes.get(S + j * kTile + d) + grad * input(j));
                            }
                          }
                        });
       }
+      for (int64_t j = 0; j < K_; ++j) std::copy_n(S + j * kTile, width, part + j * GD + g * D + tile);
       // q is the same convolution backwards in time, over grad_z with scale 1.
       for (int64_t t = begin; t < end; ++t) {
         if (stretch.masked(t)) continue;
@@ -269,7 +296,7 @@ ENGRAM_TARGET void conv_backward_block(const Stretch& stretch, const ConvSource<
                          p += gy * v;
                          qx += q * v;
                          vec<A> grad = scale * q;
-                         if (source.self) grad += self * gy;
+                         if (adds_self) grad += self * gy;
                          lanes.put(grad_x + d, g == g0 ? grad : lanes.get(grad_x + d) + grad);
                        });
         P[(t - begin) * G + g] += sum<A>(p);

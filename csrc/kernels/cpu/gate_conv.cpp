@@ -90,6 +90,8 @@ ENGRAM_TARGET void gate_conv_backward_parts(const GateConvBackward<H, K>& a, int
   const ShortConvShape& s = a.shape;
   const int64_t D = s.dim, G = s.branches, GD = G * D, width = G * kGateStats + 1,
                 blocks = s.batch * conv_blocks_per_row(s);
+  const bool streaming =
+      streams(a.grad_hidden, D, s.batch * s.tokens * GD) && streams(a.grad_key, D, s.batch * s.tokens * GD);
   TapStorage<A> taps(s.taps);
   ConvTile<K> tile;
   ConvScratch<A> scratch;
@@ -121,11 +123,12 @@ ENGRAM_TARGET void gate_conv_backward_parts(const GateConvBackward<H, K>& a, int
           const A grad_alpha = P[here] + (s.norm ? a.conv_eps * rx * rx * rx : A(1)) * Q[here];
           gate_grads(grad_alpha, a.stats + i * width + g * kGateStats, a.grad_out + at, a.hidden + at, a.key + at,
                      a.weight ? a.weight + g * D : nullptr, D, a.options, a.grad_hidden + at, a.grad_key + at,
-                     gate_part ? gate_part + g * D : nullptr);
+                     gate_part ? gate_part + g * D : nullptr, streaming);
         }
       }
     }
   }
+  finish_streams();
 }
 
 template <typename H, typename K>

@@ -105,7 +105,7 @@ ENGRAM_TARGET int64_t ngram_hash(const NgramHash& a, int64_t begin, int64_t end)
   int64_t bad = kNoBadId;
 
   // tokens[lookback + i]: token at position `from + i` of the current run; visible: how many, itself included, may be seen.
-  constexpr int64_t kRun = 1024;
+  constexpr int64_t kRun = 1024, kAhead = 16;  // the map outgrows the nearer caches: its entries are fetched ahead
   std::vector<int64_t> tokens(lookback + kRun);
   // What is visible at `begin` depends on the positions before it: walk them without storing.
   const int64_t first = std::max(begin / T * T, begin - lookback);
@@ -125,6 +125,10 @@ ENGRAM_TARGET int64_t ngram_hash(const NgramHash& a, int64_t begin, int64_t end)
       std::copy_n(tokens.begin() + kRun, lookback, tokens.begin());
     }
     for (int64_t i = from; i < until; ++i) {
+      if (a.token_map && i + kAhead < until) {
+        const int64_t ahead = a.token_ids[i + kAhead];
+        if (ahead >= 0 && ahead < a.vocab) __builtin_prefetch(a.token_map + ahead);
+      }
       int64_t id = 0;
       bool blocked = a.mask && !a.mask[i];
       if (!blocked) {

@@ -11,18 +11,23 @@ constexpr int kTile = 64;     // tokens of a block of the fast forward kernels
 
 // ---- Which taps count ----
 
-__device__ __forceinline__ bool counts(const ShortConvShape& s, int64_t b, int64_t t) {
-  return t >= 0 && t < s.tokens && (!s.mask || s.mask[b * s.tokens + t]);
+// Positions are counted from the first token: those of the past are negative. What documents and mask have at t:
+__device__ __forceinline__ int64_t position_at(const ShortConvShape& s, int64_t b, int64_t t) {
+  return b * (s.past + s.tokens) + s.past + t;
 }
 
-// How many positions before t, at most `limit`, belong to the same run of document ids. Those before the sequence
+__device__ __forceinline__ bool counts(const ShortConvShape& s, int64_t b, int64_t t) {
+  return t >= -s.past && t < s.tokens && (!s.mask || s.mask[position_at(s, b, t)]);
+}
+
+// How many positions before t, at most `limit`, belong to the same run of document ids. Those before all that there is
 // belong to every run: counts() leaves them out.
 __device__ inline int64_t reach_back(const ShortConvShape& s, int64_t b, int64_t t, int64_t limit) {
   if (!s.document_ids) return limit;
-  const int64_t* id = s.document_ids + b * s.tokens + t;
+  const int64_t *id = s.document_ids + position_at(s, b, t), before = s.past + t;
   int64_t reach = 0;
-  while (reach < limit && reach < t && id[-reach - 1] == id[-reach]) ++reach;
-  return reach == t ? limit : reach;
+  while (reach < limit && reach < before && id[-reach - 1] == id[-reach]) ++reach;
+  return reach == before ? limit : reach;
 }
 
 // A factor that no tap has, for positions that do not count; not a zero, because 0 * inf is not one.

@@ -24,6 +24,13 @@ __device__ __forceinline__ Factors<A> factors_of(const A* stats, int64_t g, int6
   return f;
 }
 
+// The row of position t: of a token, or of the past where t is negative. Both are [B, .., pitch].
+template <typename T>
+__device__ __forceinline__ const T* row_at(const ShortConvShape& s, const T* tokens, const T* past, int64_t b,
+                                           int64_t t, int64_t pitch) {
+  return t < 0 ? past + ((b + 1) * s.past + t) * pitch : tokens + (b * s.tokens + t) * pitch;
+}
+
 // ---- Forward ----
 
 // One warp a branch of a token, and one more a token for the mean square of its value.
@@ -37,7 +44,7 @@ __global__ void __launch_bounds__(kThreads) gate_conv_stats_kernel(const GateCon
        row += int64_t{gridDim.x} * (kThreads / kWarp)) {
     const int64_t token = row / (G + 1), g = row - token * (G + 1);
     A* stats = a.stats + token * (G * kGateStats + 1) + g * kGateStats;
-    if (a.shape.mask && !a.shape.mask[token]) {
+    if (a.shape.mask && !a.shape.mask[position_at(a.shape, token / a.shape.tokens, token % a.shape.tokens)]) {
       if (lane < (g < G ? kGateStats : 1)) stats[lane] = 0;
     } else if (g == G) {
       A sum = 0;
@@ -58,8 +65,9 @@ __global__ void __launch_bounds__(kThreads) gate_conv_stats_kernel(const GateCon
 }
 
 // Block = (batch row, tile of kTile tokens, branch; group of columns); thread c owns N neighbouring columns and their
-// taps. The branches of a tile lie side by side: they read the same values, which come out of the cache.
-template <typename H, typename K, bool kVector>
+// taps. The branches of a tile lie side by side: they read the same values, which come out of the cache. kPast: the
+// rows before the first token may be those of the past.
+template <typename H, typename K, bool kVector, bool kPast>
 __global__ void __launch_bounds__(kThreads) gate_conv_forward_kernel(const GateConvForward<H, K> a) {
   using A = accumulate_t<H>;
   constexpr int N = kLaneElements<H>;
@@ -81,8 +89,8 @@ __global__ void __launch_bounds__(kThreads) gate_conv_forward_kernel(const GateC
     const bool used = counts(s, b, t);
     Factors<A> f{A(0), A(-1), A(0)};
     if (used)
-      f = factors_of(a.stats + (b * s.tokens + t) * (s.branches * kGateStats + 1), g, s.branches, a.conv_eps, s.norm,
-                     a.options);
+      f = factors_of(row_at(s, a.stats, a.past_stats, b, t, s.branches * kGateStats + 1), g, s.branches, a.conv_eps,
+                     s.norm, a.options);
     beta[i] = f.beta;
     if (i >= halo) alpha[i - halo] = f.alpha;
   }
@@ -93,6 +101,8 @@ __global__ void __launch_bounds__(kThreads) gate_conv_forward_kernel(const GateC
   if (available <= 0) return;
 
   const K* value = a.value + (b * s.tokens + t0) * s.dim + d;
+  const K* past = kPast ? a.past_value + ((b + 1) * s.past + t0) * s.dim + d : nullptr;
+  const auto value_at = [&](int i) { return (kPast && t0 + i < 0 ? past : value) + i * s.dim; };
   const int64_t row = ((b * s.tokens + t0) * s.branches + g) * s.dim + d, pitch = s.branches * s.dim;
 #pragma unroll 2
   for (int i = 0; i < tokens; ++i) {
@@ -109,7 +119,7 @@ __global__ void __launch_bounds__(kThreads) gate_conv_forward_kernel(const GateC
       const int back = (kTaps - 1 - j) * dilation;
       if (j < skip || back > reach[i] || skipped(beta[halo + i - back])) continue;
       const A factor = beta[halo + i - back];
-      const auto tap = back == 0 ? v : load<N, kVector>(value + (i - back) * s.dim, available);
+      const auto tap = back == 0 ? v : load<N, kVector>(value_at(i - back), available);
 #pragma unroll
       for (int n = 0; n < N; ++n) z[n] += taps[j][n] * (tap[n] * factor);
     }
@@ -127,17 +137,17 @@ template <typename H, typename K> struct Source {
   using A = accumulate_t<H>;
   const ShortConvShape& s;
   const GateOptions<A>& options;
-  const K* value;
-  const A *taps, *stats;
+  const K *value, *past_value;
+  const A *taps, *stats, *past_stats;
   A conv_eps;
   int64_t b, g;
 
   __device__ __forceinline__ Factors<A> factors(int64_t t) const {
-    return factors_of(stats + (b * s.tokens + t) * (s.branches * kGateStats + 1), g, s.branches, conv_eps, s.norm,
+    return factors_of(row_at(s, stats, past_stats, b, t, s.branches * kGateStats + 1), g, s.branches, conv_eps, s.norm,
                       options);
   }
   __device__ __forceinline__ A value_at(int64_t t, int64_t d) const {
-    return static_cast<A>(value[(b * s.tokens + t) * s.dim + d]);
+    return static_cast<A>(row_at(s, value, past_value, b, t, s.dim)[d]);
   }
   __device__ __forceinline__ A tap(int64_t j, int64_t d) const { return taps[(j * s.branches + g) * s.dim + d]; }
   __device__ __forceinline__ int64_t limit() const { return (s.taps - 1) * s.dilation; }
@@ -165,7 +175,7 @@ __global__ void __launch_bounds__(kThreads) gate_conv_any_kernel(const GateConvF
                 b = blockIdx.x / s.branches / s.tokens;
   const int64_t row = (b * s.tokens + t) * s.branches + g;
   const bool used = counts(s, b, t);
-  const Source<H, K> source{s, a.options, a.value, a.taps, a.stats, a.conv_eps, b, g};
+  const Source<H, K> source{s, a.options, a.value, a.past_value, a.taps, a.stats, a.past_stats, a.conv_eps, b, g};
   for (int64_t d = threadIdx.x; d < s.dim; d += kThreads) {
     const H passed_on = a.options.residual ? a.hidden[row * s.dim + d] : H(0.0f);
     H y = passed_on;
@@ -228,7 +238,7 @@ __global__ void __launch_bounds__(kSweepThreads) gate_conv_sweep_kernel(const Ga
       const int64_t t = block.t0 - halo + i / G;
       Factors<A> f{A(0), A(-1), A(0)};
       if (counts(s, block.b, t))
-        f = factors_of(a.stats + (block.b * s.tokens + t) * (G * kGateStats + 1), i % G, G, a.conv_eps, s.norm,
+        f = factors_of(row_at(s, a.stats, a.past_stats, block.b, t, G * kGateStats + 1), i % G, G, a.conv_eps, s.norm,
                        a.options);
       alpha[i / G][i % G] = f.alpha;
       beta[i / G][i % G] = f.beta;
@@ -240,9 +250,10 @@ __global__ void __launch_bounds__(kSweepThreads) gate_conv_sweep_kernel(const Ga
     // From here on positions are counted from t0.
     const int64_t token0 = block.b * s.tokens + block.t0;
     const auto used = [&](int p) { return p < tokens + halo && !skipped(beta[p + halo][0]); };
-    const auto load_value = [&](int p) {
-      return active && used(p) ? load<N, kVector>(a.value + (token0 + p) * s.dim + d, available) : zero_pack<K, N>();
+    const auto load_value_from = [&](const K* value, int64_t position0, int p) {
+      return active && used(p) ? load<N, kVector>(value + (position0 + p) * s.dim + d, available) : zero_pack<K, N>();
     };
+    const auto load_value = [&](int p) { return load_value_from(a.value, token0, p); };
     const auto load_grad = [&](int p, int g) {
       return active && used(p) ? load<N, kVector>(a.grad_out + (token0 + p) * pitch + g * s.dim + d, available)
                                : zero_pack<H, N>();
@@ -251,8 +262,10 @@ __global__ void __launch_bounds__(kSweepThreads) gate_conv_sweep_kernel(const Ga
       Pack<K, N> v[kTaps];         // at p - halo, ..., p - dilation, p
       A grad_z[G][kTaps][N] = {};  // silu'(z) * grad_out, at the same positions
       unsigned bits[kTaps] = {};   // bit j: tap j counts there
+      // Before the first block of a row lies the past.
+      const K* before = block.t0 == 0 ? a.past_value + (block.b + 1) * s.past * s.dim : a.value + token0 * s.dim;
 #pragma unroll
-      for (int j = 1; j < kTaps; ++j) v[j] = load_value(r - (kTaps - j) * dilation);
+      for (int j = 1; j < kTaps; ++j) v[j] = load_value_from(before, 0, r - (kTaps - j) * dilation);
       Pack<K, N> next_value = load_value(r);
       Pack<H, N> next_grad[G];
 #pragma unroll
@@ -361,7 +374,7 @@ __global__ void __launch_bounds__(kSweepThreads) gate_conv_sweep_any_kernel(cons
   if (slice >= scratch.slices || !counts(s, b, t)) return;  // whole warps
   A grad_value[kSlice / kWarp] = {};
   for (int64_t g = 0; g < s.branches; ++g) {
-    const Source<H, K> source{s, a.options, a.value, a.taps, a.stats, a.conv_eps, b, g};
+    const Source<H, K> source{s, a.options, a.value, a.past_value, a.taps, a.stats, a.past_stats, a.conv_eps, b, g};
     const Factors<A> own = source.factors(t);
     A P = 0, Q = 0;
 #pragma unroll
@@ -407,7 +420,8 @@ __global__ void __launch_bounds__(kSweepThreads) gate_conv_taps_any_kernel(const
       for (int64_t j = 0; j < s.taps; ++j) S[j * s.branches * s.dim + d] = 0;
       for (int64_t index = blocks * part / a.parts; index < blocks * (part + 1) / a.parts; ++index) {
         const TimeBlock block(s, index);
-        const Source<H, K> source{s, a.options, a.value, a.taps, a.stats, a.conv_eps, block.b, g};
+        const Source<H, K> source{s,       a.options,    a.value,    a.past_value, a.taps,
+                                  a.stats, a.past_stats, a.conv_eps, block.b,      g};
         for (int64_t t = block.t0; t < block.t1; ++t) {
           if (!counts(s, block.b, t)) continue;
           const int64_t reach = reach_back(s, block.b, t, source.limit());
@@ -563,7 +577,7 @@ template <typename H, typename K> cudaError_t gate_conv_forward(const GateConvFo
   const int64_t tokens = s.batch * s.tokens, rows = tokens * s.branches;
   if (tokens == 0) return cudaSuccess;
   if (rows > 0x7fffffff) return cudaErrorInvalidValue;
-  const bool vector = s.dim % N == 0 && aligned(16, 0, {a.hidden, a.key, a.value, a.weight, a.out});
+  const bool vector = s.dim % N == 0 && aligned(16, 0, {a.hidden, a.key, a.value, a.past_value, a.weight, a.out});
   const dim3 stats_grid = grid_for(tokens * (s.branches + 1), kThreads / kWarp);
   if (vector) ENGRAM_LAUNCH((gate_conv_stats_kernel<H, K, true>), stats_grid, dim3(kThreads), 0, stream, a);
   else ENGRAM_LAUNCH((gate_conv_stats_kernel<H, K, false>), stats_grid, dim3(kThreads), 0, stream, a);
@@ -574,8 +588,10 @@ template <typename H, typename K> cudaError_t gate_conv_forward(const GateConvFo
     dim3 grid = grid_for(s.batch * divide_up(s.tokens, kTile) * s.branches, 1);
     grid.y = static_cast<unsigned>(groups);
     const dim3 block(whole_warps(divide_up(lanes, groups)));
-    if (vector) ENGRAM_LAUNCH((gate_conv_forward_kernel<H, K, true>), grid, block, 0, stream, a);
-    else ENGRAM_LAUNCH((gate_conv_forward_kernel<H, K, false>), grid, block, 0, stream, a);
+    if (vector && s.past == 0) ENGRAM_LAUNCH((gate_conv_forward_kernel<H, K, true, false>), grid, block, 0, stream, a);
+    else if (vector) ENGRAM_LAUNCH((gate_conv_forward_kernel<H, K, true, true>), grid, block, 0, stream, a);
+    else if (s.past == 0) ENGRAM_LAUNCH((gate_conv_forward_kernel<H, K, false, false>), grid, block, 0, stream, a);
+    else ENGRAM_LAUNCH((gate_conv_forward_kernel<H, K, false, true>), grid, block, 0, stream, a);
   } else {
     ENGRAM_LAUNCH((gate_conv_any_kernel<H, K>), grid_for(rows, 1), dim3(kThreads), 0, stream, a);
   }
@@ -592,8 +608,8 @@ template <typename H, typename K> cudaError_t gate_conv_backward(const GateConvB
   constexpr int N = sizeof(H) == 8 ? 2 : 4;
   const bool vector =
       D % kLaneElements<H> == 0 && aligned(16, 0,
-                                           {a.grad_out, a.hidden, a.key, a.value, a.weight, a.grad_hidden, a.grad_key,
-                                            a.grad_value, a.gate_partials, a.conv_partials, a.scratch});
+                                           {a.grad_out, a.hidden, a.key, a.value, a.past_value, a.weight, a.grad_hidden,
+                                            a.grad_key, a.grad_value, a.gate_partials, a.conv_partials, a.scratch});
 
   dim3 sweep_grid = grid_for(a.parts, 1);
   sweep_grid.y = static_cast<unsigned>(groups);
