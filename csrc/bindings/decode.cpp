@@ -1,7 +1,6 @@
 #include "kernels/decode.h"
-#include "gate.h"
+#include "device.h"
 #include "row_plan.h"
-#include "short_conv.h"
 
 namespace engram {
 namespace {
@@ -14,10 +13,9 @@ constexpr const char* kOp = "decode";
 }
 
 // The state is written last: where an id or a row is refused, it stays as it was.
-template <typename H, typename K> void launch(const Cpu&, const Decode<H, K>& a) {
+template <typename H, typename K> void launch(const Cpu&, const Decode<H, K>& a, const Tensor&) {
   const ShortConvShape& s = a.mix.shape;
-  const int64_t B = s.batch, tokens = B * s.tokens;
-  if (tokens == 0) return;
+  const int64_t B = s.batch, tokens = B * s.tokens, columns = s.branches * s.dim;
   cpu::decode_marks(a.step, a.marks, 0, B);
   const int64_t id = parallel_first(tokens, grain_for(a.hash.columns * 8),
                                     [&](int64_t begin, int64_t end) { return cpu::ngram_hash(a.hash, begin, end); });
@@ -25,11 +23,11 @@ template <typename H, typename K> void launch(const Cpu&, const Decode<H, K>& a)
   const int64_t row = parallel_first(tokens, grain_for(2 * a.width),
                                      [&](int64_t begin, int64_t end) { return cpu::decode_memory(a, begin, end); });
   if (row != kNoBadRow) bad_row(kOp, std::to_string(a.hash.rows[row]), a.table_rows);
-  parallel(cpu::decode_groups(s.branches * s.dim) + cpu::decode_groups(s.dim),
-           grain_for(cpu::kDecodeRows * a.width * tokens),
-           [&](int64_t begin, int64_t end) { cpu::decode_project(a, begin, end); });
+  parallel(cpu::decode_groups(columns) + cpu::decode_groups(s.dim), grain_for(cpu::kDecodeRows * a.width * tokens),
+           [&](int64_t begin, int64_t end) { cpu::decode_project<K>(a, begin, end); });
+  parallel(columns, grain_for(s.taps + 2), [&](int64_t begin, int64_t end) { cpu::decode_weights(a, begin, end); });
   const int64_t grain = grain_for(s.branches * s.dim * 4);
-  parallel(B, grain, [&](int64_t begin, int64_t end) { cpu::decode_past(a, begin, end); });
+  parallel(B, grain, [&](int64_t begin, int64_t end) { cpu::decode_past<K>(a, begin, end); });
   parallel(tokens, grain, [&](int64_t begin, int64_t end) { cpu::gate_conv_stats(a.mix, begin, end); });
   parallel(B * conv_blocks_per_row(s), grain / s.tokens,
            [&](int64_t begin, int64_t end) { cpu::gate_conv_forward(a.mix, begin, end); });
@@ -37,8 +35,12 @@ template <typename H, typename K> void launch(const Cpu&, const Decode<H, K>& a)
 }
 
 #ifdef ENGRAM_CUDA_BODIES
-template <typename H, typename K> void launch(const Cuda&, const Decode<H, K>&) {
-  throw std::runtime_error("engram: decode has no CUDA kernels yet; nn.Engram decodes on CUDA with the other ops");
+template <typename H, typename K> void launch(const Cuda& device, const Decode<H, K>& a, const Tensor& like) {
+  const DebugFlag id(like), row(like);
+  device.check(cuda::decode_project<K>(a, id.pointer(), row.pointer(), device.stream));
+  if (id.raised()) bad_id("an id outside", a.hash.vocab);
+  if (row.raised()) bad_row(kOp, "a row outside", a.table_rows);
+  device.check(cuda::decode_mix(a, device.stream));
 }
 #endif
 
@@ -100,6 +102,32 @@ OptionalTensor projection_bias(const char* argument, const OptionalTensor& t, Sc
   return t ? OptionalTensor(projection_weight(argument, *t, dtype, {size}, letters, like)) : t;
 }
 
+// One that is converted as it is read.
+OptionalTensor mixing_weight(const char* argument, const OptionalTensor& t, const Sizes& sizes, const char* letters,
+                             const Tensor& like) {
+  if (!t) return t;
+  require_device(kOp, argument, *t, like);
+  require_float(kOp, argument, *t);
+  require_sizes(kOp, argument, *t, sizes, letters);
+  return as_contiguous(*t);
+}
+AnyFloat any_float(const OptionalTensor& t) {
+  if (!t) return {nullptr, FloatType::float32};
+  const ScalarType dtype = t->scalar_type();
+  return {t->const_data_ptr(), dtype == ScalarType::Double  ? FloatType::float64
+                               : dtype == ScalarType::Float ? FloatType::float32
+                               : dtype == ScalarType::Half  ? FloatType::float16
+                                                            : FloatType::bfloat16};
+}
+
+// f.operator()<H, K>() for the dtypes of hidden and of the table.
+template <typename F> void dispatch(const Tensor& hidden, const Tensor& table, F&& f) {
+  if (hidden.scalar_type() == table.scalar_type())
+    dispatch_float(hidden, [&]<typename T>() { f.template operator()<T, T>(); });
+  else if (table.scalar_type() == ScalarType::Half) f.template operator()<float, Half>();
+  else f.template operator()<float, BFloat16>();
+}
+
 }  // namespace
 
 template <typename Device>
@@ -147,7 +175,15 @@ Tensor decode(Tensor hidden, Tensor token_ids, Tensor multipliers, Tensor moduli
   require(table.dim() == 2, kOp, "table", "[R, d]", table);
   require_device(kOp, "table", table, hidden);
   table = as_contiguous(table);
+  hidden = as_contiguous(hidden);
   const ScalarType dtype = table.scalar_type();
+  const bool half_weights =
+      hidden.scalar_type() == ScalarType::Float && (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half);
+  if (dtype != hidden.scalar_type() && !half_weights)
+    fail(kOp, "table",
+         std::string(name_of(hidden.scalar_type())) + " like hidden" +
+             (hidden.scalar_type() == ScalarType::Float ? " or bfloat16 or float16" : ""),
+         name_of(dtype));
   const int64_t E = C * table.size(1);
   key_proj = projection_weight("key_proj", key_proj, dtype, {G * D, E}, "[G * D, C * d]", hidden);
   key_bias = projection_bias("key_bias", key_bias, dtype, G * D, "[G * D]", hidden);
@@ -157,19 +193,21 @@ Tensor decode(Tensor hidden, Tensor token_ids, Tensor multipliers, Tensor moduli
   document_ids = checked_ids(kOp, "document_ids", document_ids, {B, T}, "[B, T]", hidden);
   mask = checked_mask(kOp, mask, {B, T}, "[B, T]", hidden);
   lengths = checked_ids(kOp, "lengths", lengths, {B}, "[B]", hidden);
-  check_gate_numbers(kOp, eps, 1);
+  hidden_weight = mixing_weight("hidden_weight", hidden_weight, {G, D}, "[G, D]", hidden);
+  key_weight = mixing_weight("key_weight", key_weight, {G, D}, "[G, D]", hidden);
+  require(conv_weight.dim() == 3 && conv_weight.size(2) >= 1, kOp, "conv_weight", "[G, D, K] with K >= 1", conv_weight);
+  const int64_t taps = conv_weight.size(2);
+  conv_weight = *mixing_weight("conv_weight", conv_weight, {G, D, taps}, "[G, D, K]", hidden);
+  conv_norm_weight = mixing_weight("conv_norm_weight", conv_norm_weight, {G, D}, "[G, D]", hidden);
+  if (!(eps >= 0)) fail(kOp, "eps", "at least 0", std::to_string(eps));
   if (!(conv_eps >= 0)) fail(kOp, "conv_eps", "at least 0", std::to_string(conv_eps));
   if (max_rollback < 0) fail(kOp, "max_rollback", "at least 0", std::to_string(max_rollback));
+  if (dilation < 1) fail(kOp, "dilation", "at least 1", std::to_string(dilation));
+  if (zero_rule != "sign" && zero_rule != "copysign")
+    fail(kOp, "zero_rule", "'sign' or 'copysign'", "'" + zero_rule + "'");
 
   const Device device(hidden);
-  const Tensor key = empty(hidden, {B, T, G, D}, dtype), value = empty(hidden, {B, T, D}, dtype);
-  const Gate g(kOp, device, hidden, key, value, hidden_weight, key_weight, zero_rule, {});
-  require(conv_weight.dim() == 3 && conv_weight.size(2) >= 1, kOp, "conv_weight", "[G, D, K] with K >= 1", conv_weight);
-  if (dilation < 1) fail(kOp, "dilation", "at least 1", std::to_string(dilation));
-  const int64_t P = (conv_weight.size(2) - 1) * dilation, stats = G * kGateStats + 1;
-  const ShortConv c(kOp, device, {"hidden", "conv_weight", "conv_norm_weight"}, hidden, conv_weight, conv_norm_weight,
-                    dilation, "silu", true, {}, {}, P);
-
+  const int64_t P = (taps - 1) * dilation, stats = G * kGateStats + 1;
   const ScalarType wide = accumulate_dtype(hidden);
   DecodeStep step{token_ids.const_data_ptr<int64_t>(),
                   read<int64_t>(document_ids),
@@ -192,12 +230,15 @@ Tensor decode(Tensor hidden, Tensor token_ids, Tensor multipliers, Tensor moduli
   void* ring_stats = in_place("conv", "stats", conv[6], wide, {B, step.conv.slots, stats}, hidden);
 
   const Tensor out = empty(hidden, {B, T, G, D});
-  const int64_t rows = B * T, positions = B * (P + T);
-  Scratch scratch(hidden, 16 * 64 + 8 * (rows * (5 + C) + positions + B * (N - 1)) + rows + positions +
-                              8 * (rows * (E + stats) + B * P * (D + stats)));
-  DecodeMarks marks{scratch.take<int64_t>(rows),        scratch.take<int64_t>(rows),  scratch.take<int64_t>(rows),
-                    scratch.take<int64_t>(B * (N - 1)), scratch.take<bool>(rows),     scratch.take<int64_t>(positions),
-                    scratch.take<int64_t>(rows),        scratch.take<bool>(positions)};
+  if (B * T == 0) return out;
+  const Tensor key = empty(hidden, {B, T, G, D}, dtype), value = empty(hidden, {B, T, D}, dtype);
+  const bool on_cpu = std::is_same_v<Device, Cpu>, weighted = hidden_weight || key_weight;
+  const int64_t rows = B * T, positions = B * (P + T), cpu_rows = on_cpu ? rows : 0, cpu_columns = on_cpu ? G * D : 0;
+  Scratch scratch(hidden, 16 * 64 + 8 * (4 * rows + positions + B * N + cpu_rows * C) + rows + positions +
+                              8 * (cpu_rows * (E + stats) + cpu_columns * (1 + taps) + B * P * (D + stats)));
+  DecodeMarks marks{scratch.take<int64_t>(rows),        scratch.take<int64_t>(rows),   scratch.take<int64_t>(rows),
+                    scratch.take<int64_t>(B * (N - 1)), scratch.take<bool>(rows),      scratch.take<int64_t>(positions),
+                    scratch.take<int64_t>(rows),        scratch.take<bool>(positions), scratch.take<int64_t>(B)};
   NgramHash hash{marks.ids,
                  multipliers.const_data_ptr<int64_t>(),
                  moduli.const_data_ptr<int64_t>(),
@@ -206,7 +247,7 @@ Tensor decode(Tensor hidden, Tensor token_ids, Tensor multipliers, Tensor moduli
                  marks.runs,
                  marks.hashed,
                  marks.history,
-                 scratch.take<int64_t>(rows * C),
+                 scratch.take<int64_t>(cpu_rows * C),
                  pad_id,
                  B,
                  T,
@@ -214,51 +255,60 @@ Tensor decode(Tensor hidden, Tensor token_ids, Tensor multipliers, Tensor moduli
                  N,
                  C,
                  V};
-  ShortConvShape shape = c.shape;
-  shape.document_ids = marks.conv_runs;
-  shape.mask = marks.visible;
   if constexpr (std::is_same_v<Device, Cpu>) {
     for (int64_t i = 0; i < C; ++i)
       if (hash.moduli[i] < 1) fail(kOp, "moduli", "positive", std::to_string(hash.moduli[i]));
     if (token_map) hash.pad = hash.token_map[pad_id];
   }
-  dispatch_gate(g, [&]<typename H, typename K>() {
+  const ShortConvShape shape{
+      B, T, G, D, taps, dilation, conv_norm_weight.has_value(), true, true, marks.conv_runs, marks.visible, P};
+  dispatch(hidden, table, [&]<typename H, typename K>() {
     using A = accumulate_t<H>;
-    A* memory = scratch.take<A>(rows * E);
-    K* past_value = scratch.take<K>(B * P * D);
-    A* past_stats = scratch.take<A>(B * P * stats);
-    const GateConvForward<H, K> mix{g.hidden.const_data_ptr<H>(),
-                                    key.const_data_ptr<K>(),
-                                    value.const_data_ptr<K>(),
-                                    read<A>(g.weight),
-                                    c.taps.const_data_ptr<A>(),
+    const DecodeProducts<K> products{step,
+                                     marks,
+                                     hash,
+                                     table.const_data_ptr<K>(),
+                                     key_proj.const_data_ptr<K>(),
+                                     read<K>(key_bias),
+                                     value_proj.const_data_ptr<K>(),
+                                     read<K>(value_bias),
+                                     table.size(0),
+                                     table.size(1),
+                                     E,
+                                     G,
+                                     D,
+                                     static_cast<K*>(ring_value),
+                                     static_cast<A*>(ring_stats),
+                                     scratch.take<A>(cpu_rows * E),
+                                     key.mutable_data_ptr<K>(),
+                                     value.mutable_data_ptr<K>(),
+                                     scratch.take<K>(B * P * D),
+                                     scratch.take<A>(B * P * stats)};
+    A* weight = scratch.take<A>(cpu_columns);
+    A* folded_taps = scratch.take<A>(cpu_columns * taps);
+    const GateOptions<A> gate{static_cast<A>(eps),    static_cast<A>(1e-6),    hidden_weight.has_value(),
+                              key_weight.has_value(), zero_rule == "copysign", residual};
+    const GateConvForward<H, K> mix{hidden.const_data_ptr<H>(),
+                                    products.key,
+                                    products.value,
+                                    weighted ? weight : nullptr,
+                                    folded_taps,
                                     out.mutable_data_ptr<H>(),
-                                    scratch.take<A>(rows * stats),
-                                    past_value,
-                                    past_stats,
+                                    scratch.take<A>(cpu_rows * stats),
+                                    products.past_value,
+                                    products.past_stats,
                                     static_cast<A>(conv_eps),
-                                    g.options<A>(eps, 1e-6, residual),
+                                    gate,
                                     shape};
-    const Decode<H, K> a{step,
-                         marks,
-                         hash,
-                         table.const_data_ptr<K>(),
-                         key_proj.const_data_ptr<K>(),
-                         read<K>(key_bias),
-                         value_proj.const_data_ptr<K>(),
-                         read<K>(value_bias),
-                         table.size(0),
-                         table.size(1),
-                         E,
-                         static_cast<K*>(ring_value),
-                         static_cast<A*>(ring_stats),
-                         memory,
-                         key.mutable_data_ptr<K>(),
-                         value.mutable_data_ptr<K>(),
-                         past_value,
-                         past_stats,
+    const Decode<H, K> a{products,
+                         any_float(hidden_weight),
+                         any_float(key_weight),
+                         any_float(conv_weight),
+                         any_float(conv_norm_weight),
+                         weighted ? weight : nullptr,
+                         folded_taps,
                          mix};
-    launch(device, a);
+    launch(device, a, hidden);
   });
   return out;
 }

@@ -7,19 +7,31 @@
 namespace engram::cpu {
 
 void decode_marks(const DecodeStep& step, const DecodeMarks& marks, int64_t begin, int64_t end) {
-  for (int64_t b = begin; b < end; ++b) engram::decode_marks(step, marks, b);
+  const RingMarks& h = step.history;
+  for (int64_t b = begin; b < end; ++b) {
+    decode_token_marks(step, marks, b);
+    for (int64_t i = 0; i < step.conv.reach; ++i) decode_past_marks(step, marks, b, i);
+    for (int64_t i = 0; i < h.reach; ++i) {
+      const int64_t p = h.position[b] - h.reach + i, slot = h.slot(b, p);
+      const bool same = p >= 0 && h.visible[slot] && h.runs[slot] == marks.runs[b * step.tokens];
+      marks.history[b * h.reach + i] = same ? step.ids[slot] : -1;
+    }
+  }
 }
 
-template <typename H, typename K> int64_t decode_memory(const Decode<H, K>& a, int64_t begin, int64_t end) {
+template <typename K> int64_t decode_memory(const DecodeProducts<K>& a, int64_t begin, int64_t end) {
   return ENGRAM_CALL(decode_memory, a, begin, end);
 }
-template <typename H, typename K> void decode_project(const Decode<H, K>& a, int64_t begin, int64_t end) {
+template <typename K> void decode_project(const DecodeProducts<K>& a, int64_t begin, int64_t end) {
   ENGRAM_CALL(decode_project, a, begin, end);
 }
+template <typename H, typename K> void decode_weights(const Decode<H, K>& a, int64_t begin, int64_t end) {
+  ENGRAM_CALL(decode_weights, a, begin, end);
+}
 
-template <typename H, typename K> void decode_past(const Decode<H, K>& a, int64_t begin, int64_t end) {
+template <typename K> void decode_past(const DecodeProducts<K>& a, int64_t begin, int64_t end) {
   const RingMarks& ring = a.step.conv;
-  const int64_t P = ring.reach, D = a.mix.shape.dim, S = a.mix.shape.branches * kGateStats + 1;
+  const int64_t P = ring.reach, D = a.dim, S = a.branches * kGateStats + 1;
   for (int64_t b = begin; b < end; ++b) {
     for (int64_t i = 0; i < P; ++i) {
       if (!a.marks.visible[b * (P + a.step.tokens) + i]) continue;
@@ -32,7 +44,7 @@ template <typename H, typename K> void decode_past(const Decode<H, K>& a, int64_
 
 template <typename H, typename K> void decode_append(const Decode<H, K>& a, int64_t begin, int64_t end) {
   const DecodeStep& s = a.step;
-  const int64_t T = s.tokens, P = s.conv.reach, D = a.mix.shape.dim, S = a.mix.shape.branches * kGateStats + 1;
+  const int64_t T = s.tokens, P = s.conv.reach, D = a.dim, S = a.branches * kGateStats + 1;
   for (int64_t b = begin; b < end; ++b) {
     const int64_t length = s.length(b);
     for (int64_t t = first_kept(s.history, length); t < length; ++t)
@@ -48,10 +60,14 @@ template <typename H, typename K> void decode_append(const Decode<H, K>& a, int6
   }
 }
 
-#define INSTANTIATE(H, K)                                                      \
-  template int64_t decode_memory<H, K>(const Decode<H, K>&, int64_t, int64_t); \
-  template void decode_project<H, K>(const Decode<H, K>&, int64_t, int64_t);   \
-  template void decode_past<H, K>(const Decode<H, K>&, int64_t, int64_t);      \
+#define INSTANTIATE(K)                                                           \
+  template int64_t decode_memory<K>(const DecodeProducts<K>&, int64_t, int64_t); \
+  template void decode_project<K>(const DecodeProducts<K>&, int64_t, int64_t);   \
+  template void decode_past<K>(const DecodeProducts<K>&, int64_t, int64_t);
+ENGRAM_FOR_EACH_FLOAT(INSTANTIATE)
+#undef INSTANTIATE
+#define INSTANTIATE(H, K)                                                    \
+  template void decode_weights<H, K>(const Decode<H, K>&, int64_t, int64_t); \
   template void decode_append<H, K>(const Decode<H, K>&, int64_t, int64_t);
 ENGRAM_FOR_EACH_GATE_TYPES(INSTANTIATE)
 
@@ -62,9 +78,8 @@ ENGRAM_FOR_EACH_GATE_TYPES(INSTANTIATE)
 
 namespace engram::cpu::ENGRAM_ISA {
 
-template <typename H, typename K>
-ENGRAM_TARGET int64_t decode_memory(const Decode<H, K>& a, int64_t begin, int64_t end) {
-  using A = accumulate_t<H>;
+template <typename K> ENGRAM_TARGET int64_t decode_memory(const DecodeProducts<K>& a, int64_t begin, int64_t end) {
+  using A = accumulate_t<K>;
   const int64_t T = a.step.tokens, P = a.step.conv.reach, C = a.hash.columns, d = a.row_width;
   int64_t bad = kNoBadRow;
   for (int64_t i = begin; i < end; ++i) {
@@ -124,9 +139,8 @@ ENGRAM_INLINE void project_rows(const K* w, const accumulate_t<K>* x, const K* b
   if (n < tokens) products<Rows, 1>(w, x + n * width, bias, width, out + n * pitch, pitch);
 }
 
-template <typename H, typename K> ENGRAM_TARGET void decode_project(const Decode<H, K>& a, int64_t begin, int64_t end) {
-  const int64_t D = a.mix.shape.dim, GD = a.mix.shape.branches * D, tokens = a.step.batch * a.step.tokens,
-                keys = decode_groups(GD);
+template <typename K> ENGRAM_TARGET void decode_project(const DecodeProducts<K>& a, int64_t begin, int64_t end) {
+  const int64_t D = a.dim, GD = a.branches * D, tokens = a.step.batch * a.step.tokens, keys = decode_groups(GD);
   for (int64_t group = begin; group < end; ++group) {
     const bool is_key = group < keys;
     const int64_t pitch = is_key ? GD : D, first = (is_key ? group : group - keys) * kDecodeRows,
@@ -139,6 +153,50 @@ template <typename H, typename K> ENGRAM_TARGET void decode_project(const Decode
     } else {
       for (int64_t r = first; r < last; ++r)
         project_rows<1>(w + r * a.width, a.memory, at(r), a.width, tokens, out + r, pitch);
+    }
+  }
+}
+
+// n neighbours of a weight, ones where there is none.
+template <typename A> ENGRAM_INLINE void widen(const AnyFloat& w, int64_t at, int64_t n, A* to) {
+  const auto each = [&](const auto* from) ENGRAM_INLINE_LAMBDA {
+    if constexpr (std::is_same_v<accumulate_t<std::remove_cvref_t<decltype(*from)> >, A>) {
+      for_each_vec<A>(0, n,
+                      [&](auto lanes, int64_t i) ENGRAM_INLINE_LAMBDA { lanes.put(to + i, lanes.get(from + at + i)); });
+    } else {
+      for (int64_t i = 0; i < n; ++i) to[i] = static_cast<A>(from[at + i]);
+    }
+  };
+  if (!w.data) std::fill_n(to, n, A(1));
+  else if (w.type == FloatType::float64) each(static_cast<const double*>(w.data));
+  else if (w.type == FloatType::float32) each(static_cast<const float*>(w.data));
+  else if (w.type == FloatType::float16) each(static_cast<const Half*>(w.data));
+  else each(static_cast<const BFloat16*>(w.data));
+}
+
+template <typename H, typename K> ENGRAM_TARGET void decode_weights(const Decode<H, K>& a, int64_t begin, int64_t end) {
+  using A = accumulate_t<H>;
+  constexpr int64_t kPiece = 256;
+  const int64_t count = a.branches * a.dim, kernel = a.mix.shape.taps;
+  const int64_t step = kernel < kPiece ? kPiece / kernel : 1;
+  A one[kPiece], other[kPiece];
+  for (int64_t i = begin; i < end; i += step) {
+    const int64_t n = std::min(step, end - i);
+    if (a.weight) {
+      widen(a.hidden_weight, i, n, one);
+      widen(a.key_weight, i, n, other);
+      for (int64_t c = 0; c < n; ++c) a.weight[i + c] = one[c] * other[c];
+    }
+    widen(a.conv_norm_weight, i, n, other);
+    for (int64_t first = 0; first < kernel; first += kPiece) {
+      const int64_t here = std::min(kPiece, kernel - first);
+      widen(a.conv_weight, i * kernel + first, n * here, one);
+      const auto transpose = [&](auto pitch) ENGRAM_INLINE_LAMBDA {
+        for (int64_t j = 0; j < pitch; ++j)
+          for (int64_t c = 0; c < n; ++c) a.taps[(first + j) * count + i + c] = one[c * pitch + j] * other[c];
+      };
+      if (here == 4) transpose(std::integral_constant<int64_t, 4>());
+      else transpose(here);
     }
   }
 }
