@@ -75,38 +75,12 @@ def decode(
             masked for the hash and the row as zeros, unless ENGRAM_DEBUG=1).
         ValueError: a wrong dtype, shape, device or value, or a state of other sizes.
     """
-    return torch.ops.engram.decode(
-        hidden,
-        token_ids,
-        multipliers,
-        moduli,
-        offsets,
-        table,
-        key_proj,
-        key_bias,
-        value_proj,
-        value_bias,
-        hidden_weight,
-        key_weight,
-        conv_weight,
-        conv_norm_weight,
-        history,
-        conv,
-        pad_id=pad_id,
-        max_rollback=max_rollback,
-        eps=eps,
-        conv_eps=conv_eps,
-        dilation=dilation,
-        zero_rule=zero_rule,
-        eos_id=eos_id,
-        mask_blocks_hash=mask_blocks_hash,
-        conv_reset=conv_reset,
-        token_map=token_map,
-        document_ids=document_ids,
-        mask=mask,
-        lengths=lengths,
-        residual=residual,
-    )
+    # By position: of a step of one token, finding thirty names in the schema would be a good part.
+    return torch.ops.engram.decode.default(
+        hidden, token_ids, multipliers, moduli, offsets, table, key_proj, key_bias, value_proj, value_bias, hidden_weight,
+        key_weight, conv_weight, conv_norm_weight, history, conv, pad_id, max_rollback, eps, conv_eps, dilation, zero_rule,
+        eos_id, mask_blocks_hash, conv_reset, token_map, document_ids, mask, lengths, residual,
+    )  # fmt: skip
 
 
 @torch.library.register_fake("engram::decode")

@@ -184,7 +184,7 @@ def test_float32_hidden_beside_half_weights(decoded):
     assert relative_error(out, layer(hidden, ids)) <= TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("what", ["gradient", "autocast", "tokens", "table", "no_conv", "rows", "no_state"])
+@pytest.mark.parametrize("what", ["gradient", "autocast", "tokens", "table", "no_conv", "rows", "no_state", "hook", "linear"])
 def test_what_the_op_does_not_do(what, decoded):
     layer = build(torch.float32, **{"table": dict(table_dtype=torch.bfloat16), "no_conv": dict(kernel_size=0)}.get(what, {}))
     tokens = 17 if what == "tokens" else 1
@@ -195,6 +195,10 @@ def test_what_the_op_does_not_do(what, decoded):
         options["rows"] = nn.NgramHash(layer.config)(ids)
     if what == "gradient":
         layer.key_proj.requires_grad_()
+    if what == "hook":
+        layer.gate.register_forward_hook(lambda *_: None)
+    if what == "linear":        # what adapters and quantisers put in its place
+        layer.key_proj = type("Other", (torch.nn.Linear,), {})(layer.config.memory_width, 20).requires_grad_(False)
     with torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast"):
         out = layer(hidden, ids, **options)
     assert out.shape == hidden.shape and not decoded
