@@ -542,6 +542,8 @@ class Engram(nn.Module):
             return False
         if state.conv is None or token_ids.shape != shape[:2] or state.history.reach != config.max_ngram_size - 1:
             return False
+        if hidden.device.type not in ("cpu", "cuda"):
+            return False
         # Where lengths are symbols, a graph for all of them does without: it must not be for few tokens only.
         tokens = shape[0] * shape[1]
         if not (statically_known_true(tokens > 0) and statically_known_true(tokens <= _DECODED_TOKENS)):

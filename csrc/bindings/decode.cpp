@@ -23,9 +23,11 @@ template <typename H, typename K> void launch(const Cpu&, const Decode<H, K>& a,
   const int64_t row = parallel_first(tokens, grain_for(2 * a.width),
                                      [&](int64_t begin, int64_t end) { return cpu::decode_memory(a, begin, end); });
   if (row != kNoBadRow) bad_row(kOp, std::to_string(a.hash.rows[row]), a.table_rows);
-  parallel(cpu::decode_groups(columns) + cpu::decode_groups(s.dim), grain_for(cpu::kDecodeRows * a.width * tokens),
-           [&](int64_t begin, int64_t end) { cpu::decode_project<K>(a, begin, end); });
-  parallel(columns, grain_for(s.taps + 2), [&](int64_t begin, int64_t end) { cpu::decode_weights(a, begin, end); });
+  const int64_t groups = cpu::decode_groups(columns) + cpu::decode_groups(s.dim);
+  parallel(groups, grain_for(cpu::kDecodeRows * a.width * tokens), [&](int64_t begin, int64_t end) {
+    cpu::decode_project<K>(a, begin, end);
+    cpu::decode_weights(a, columns * begin / groups, columns * end / groups);
+  });
   const int64_t grain = grain_for(s.branches * s.dim * 4);
   parallel(B, grain, [&](int64_t begin, int64_t end) { cpu::decode_past<K>(a, begin, end); });
   parallel(tokens, grain, [&](int64_t begin, int64_t end) { cpu::gate_conv_stats(a.mix, begin, end); });
@@ -90,7 +92,7 @@ class Scratch {
 };
 
 // A weight that is read as it lies in memory.
-Tensor projection_weight(const char* argument, const Tensor& t, ScalarType dtype, const Sizes& sizes,
+Tensor projection_weight(const char* argument, const Tensor& t, ScalarType dtype, std::initializer_list<int64_t> sizes,
                          const char* letters, const Tensor& like) {
   require_device(kOp, argument, t, like);
   if (t.scalar_type() != dtype) fail(kOp, argument, std::string(name_of(dtype)) + " like table", describe(t));
@@ -103,8 +105,8 @@ OptionalTensor projection_bias(const char* argument, const OptionalTensor& t, Sc
 }
 
 // One that is converted as it is read.
-OptionalTensor mixing_weight(const char* argument, const OptionalTensor& t, const Sizes& sizes, const char* letters,
-                             const Tensor& like) {
+OptionalTensor mixing_weight(const char* argument, const OptionalTensor& t, std::initializer_list<int64_t> sizes,
+                             const char* letters, const Tensor& like) {
   if (!t) return t;
   require_device(kOp, argument, *t, like);
   require_float(kOp, argument, *t);
@@ -231,11 +233,14 @@ Tensor decode(Tensor hidden, Tensor token_ids, Tensor multipliers, Tensor moduli
 
   const Tensor out = empty(hidden, {B, T, G, D});
   if (B * T == 0) return out;
-  const Tensor key = empty(hidden, {B, T, G, D}, dtype), value = empty(hidden, {B, T, D}, dtype);
   const bool on_cpu = std::is_same_v<Device, Cpu>, weighted = hidden_weight || key_weight;
   const int64_t rows = B * T, positions = B * (P + T), cpu_rows = on_cpu ? rows : 0, cpu_columns = on_cpu ? G * D : 0;
-  Scratch scratch(hidden, 16 * 64 + 8 * (4 * rows + positions + B * N + cpu_rows * C) + rows + positions +
-                              8 * (cpu_rows * (E + stats) + cpu_columns * (1 + taps) + B * P * (D + stats)));
+  const int64_t wide_bytes = wide == ScalarType::Double ? 8 : 4, bytes = dtype == ScalarType::Double  ? 8
+                                                                         : dtype == ScalarType::Float ? 4
+                                                                                                      : 2;
+  Scratch scratch(hidden, 20 * 64 + 8 * (4 * rows + positions + B * N + cpu_rows * C) + rows + positions +
+                              bytes * (rows * (G + 1) * D + B * P * D) +
+                              wide_bytes * (cpu_rows * (E + stats) + cpu_columns * (1 + taps) + B * P * stats));
   DecodeMarks marks{scratch.take<int64_t>(rows),        scratch.take<int64_t>(rows),   scratch.take<int64_t>(rows),
                     scratch.take<int64_t>(B * (N - 1)), scratch.take<bool>(rows),      scratch.take<int64_t>(positions),
                     scratch.take<int64_t>(rows),        scratch.take<bool>(positions), scratch.take<int64_t>(B)};
@@ -280,8 +285,8 @@ Tensor decode(Tensor hidden, Tensor token_ids, Tensor multipliers, Tensor moduli
                                      static_cast<K*>(ring_value),
                                      static_cast<A*>(ring_stats),
                                      scratch.take<A>(cpu_rows * E),
-                                     key.mutable_data_ptr<K>(),
-                                     value.mutable_data_ptr<K>(),
+                                     scratch.take<K>(rows * G * D),
+                                     scratch.take<K>(rows * D),
                                      scratch.take<K>(B * P * D),
                                      scratch.take<A>(B * P * stats)};
     A* weight = scratch.take<A>(cpu_columns);

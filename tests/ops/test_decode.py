@@ -4,7 +4,7 @@ import re
 import pytest
 import torch
 from engram import EngramConfig, TokenMap, nn, ops, reference
-from samples import DTYPES, SAMPLES, named, relative_error, results_of, to_double
+from samples import DEVICES, DTYPES, SAMPLES, named, relative_error, results_of, to_double
 
 # key, value and the output are rounded to a half dtype each.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
@@ -12,11 +12,12 @@ V = 50
 MAP = TokenMap([i * 7 % 30 for i in range(V)])
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sample", SAMPLES["decode"], ids=str)
-def test_against_the_reference(sample, dtype):
+def test_against_the_reference(sample, dtype, device):
     """Output and state: numbers to their rounding, marks and ids exactly."""
-    inputs = sample("cpu", dtype)
+    inputs = sample(device, dtype)
     actual = results_of("decode", ops.decode, inputs)
     expected = results_of("decode", reference.decode, to_double(inputs))
     assert actual[0].dtype == inputs["hidden"].dtype and actual[0].is_contiguous()
@@ -30,9 +31,10 @@ def test_against_the_reference(sample, dtype):
             assert torch.equal(out, wanted), i
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_token_does_not_see_the_batch(dtype):
-    inputs = named("decode", "tokens_3")[0].at(batch=7, width=40)("cpu", dtype)
+def test_a_token_does_not_see_the_batch(dtype, device):
+    inputs = named("decode", "tokens_3")[0].at(batch=7, width=40)(device, dtype)
     together = results_of("decode", ops.decode, inputs)
     for b in range(7):
         row = dict(inputs, **{name: inputs[name][b : b + 1] for name in ("hidden", "token_ids")})
@@ -119,13 +121,14 @@ def test_steps_equal_one_forward(values, token_map, dtype, decoded):
             assert state.position.tolist() == [20, 20]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("values", CONFIGS.values(), ids=CONFIGS)
-def test_the_bits_of_the_ops(values, monkeypatch):
+def test_the_bits_of_the_ops(values, device, monkeypatch):
     """With products that have no rounding, output and state are those of the ops one after another, bit for bit."""
-    layer = build(torch.float32, MAP, **values)
+    layer = build(torch.float32, MAP, **values).to(device)
     for weight in (layer.embedding.weight, *layer.key_proj.parameters(), *layer.value_proj.parameters()):
         weight.copy_(weight.mul(4).round())
-    hidden, ids, documents, mask = draw(layer)
+    hidden, ids, documents, mask = (x.to(device) for x in draw(layer))
     for tokenwise in ({}, dict(document_ids=documents), dict(mask=mask, document_ids=documents)):
         for sizes in CHUNKS:
             out, state = in_chunks(layer, hidden, ids, sizes, **tokenwise)
@@ -141,12 +144,13 @@ def test_the_bits_of_the_ops(values, monkeypatch):
                     assert torch.equal(tensor, wanted), (name, kind)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("values", [{}, dict(mask_blocks_hash=False), dict(boundary="eos", eos_id=7)])
 @pytest.mark.parametrize("residual", [False, True])
-def test_lengths(values, residual, decoded):
+def test_lengths(values, residual, device, decoded):
     """Ragged steps: what is past a length is zero, is never read and leaves no trace."""
-    layer = build(token_map=MAP, **values)
-    hidden, ids, _, _ = draw(layer, batch=3)
+    layer = build(token_map=MAP, **values).to(device)
+    hidden, ids, _, _ = (x.to(device) for x in draw(layer, batch=3))
     whole, state, taken = layer(hidden, ids, residual=residual), layer.init_state(3), [0, 0, 0]
     for step in range(6):
         lengths = [(step + b) % 4 for b in range(3)]
@@ -154,7 +158,7 @@ def test_lengths(values, residual, decoded):
         for b, n in enumerate(lengths):
             lengths[b] = n = min(n, 3)
             x[b, :n], tokens[b, :n] = hidden[b, taken[b] : taken[b] + n], ids[b, taken[b] : taken[b] + n]
-        out = layer(x, tokens, state=state, lengths=torch.tensor(lengths), residual=residual)
+        out = layer(x, tokens, state=state, lengths=torch.tensor(lengths, device=device), residual=residual)
         for b, n in enumerate(lengths):
             assert torch.allclose(out[b, :n], whole[b, taken[b] : taken[b] + n], rtol=1e-12, atol=1e-12)
             assert out[b, n:].isnan().all() if residual else not out[b, n:].any()

@@ -116,7 +116,7 @@ ENGRAM_INLINE void products(const K* w, const accumulate_t<K>* x, const K* bias,
     vec<A> row[Rows];
     for (int r = 0; r < Rows; ++r) {
       row[r] = lanes.get(w + r * width + e);
-      __builtin_prefetch(reinterpret_cast<const char*>(w + r * width + e) + 1024);
+      __builtin_prefetch(w + (r + Rows) * width + e);  // where the next rows begin, no pattern leads there
     }
     for (int n = 0; n < Tokens; ++n) {
       const vec<A> memory = lanes.get(x + n * width + e);
