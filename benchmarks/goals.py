@@ -96,6 +96,7 @@ def growth(wanted: float) -> Goal:
 
 
 F32, BF16 = "float32", "bfloat16"
+QUANTIZED = ("embedding_fp8", "embedding_int8")
 STEPS = {
     "gradient": [times_faster("torch sparse", 4), times_faster("torch dense", 10)],
     "sgd": [times_faster("torch sparse", 2), times_faster("FBGEMM", 1.15)],
@@ -154,6 +155,8 @@ GPU_TABLE: dict[tuple, list[Goal]] = {
 def gpu_goals_of(row: dict) -> list[Goal]:
     if row["op"] == "embedding" and row["direction"] == FORWARD:
         return [share_of_copy(0.85 if row["row_bytes"] >= 128 else 0.70)]
+    if row["op"] in QUANTIZED:
+        return [share_of_copy(0.70)]
     return GPU_TABLE.get((row["op"], row["direction"], row["branches"]), [])
 
 
@@ -170,6 +173,8 @@ def goals_of(row: dict) -> list[Goal]:
         least = 1.5 if row["output_bytes"] < FOUR_MB else 1.0
         pages = [times_faster("ours", 1.3, ours="ours, 2 MiB pages")] if row["table"] != "64MB" else []
         return [times_faster("F.embedding", least), share_of_gather(0.80), *pages]
+    if op in QUANTIZED:
+        return [times_faster("eager", 3), times_faster("a float table", 0.8)]
     if op == "table_step":
         return STEPS[direction]
     if op == "module" and row["dtype"] == BF16 and bf16_instructions():

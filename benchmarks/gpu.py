@@ -41,7 +41,8 @@ def steps(device: str, folder: Path) -> list[Step]:
     tests = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", device)
     check = (python, "-m", "engram", "check", "--device", device)
     bench = (python, "-m", "benchmarks.run", "--device", device, "--seconds", "0.5")
-    single_ops = ("--op", "gate_conv", "gate", "short_conv", "embedding", "ngram_hash", "accuracy")
+    single_ops = ("--op", "gate_conv", "gate", "short_conv", "embedding", "embedding_fp8", "embedding_int8", "ngram_hash",
+                  "accuracy")
     # Without torch's own cache every tensor is an allocation with edges that can be seen.
     uncached = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
     sanitizer = ("compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all", "--tool")

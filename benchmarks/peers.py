@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 from engram import reference
 
+COMPILED = ("compile", "compiled demo", "smart")  # the groups of what torch.compile makes
+
 
 def smart_gate_conv(
     hidden: Tensor, key: Tensor, value: Tensor, hidden_weight: Tensor, key_weight: Tensor, conv_weight: Tensor,
@@ -131,6 +133,18 @@ class NumpyHash:
                 mix = np.bitwise_xor(mix, shifted[s] * self.multipliers[s])
             columns += [mix % self.moduli[(n - 2) * heads + head] for head in range(heads)]
         return torch.from_numpy(np.stack(columns, -1)) + self.offsets
+
+
+def dequantized_lookup(values: Tensor, scales: Tensor, dtype: torch.dtype):
+    """Rows of a quantised table by torch's own operators, which gather bytes but no float8."""
+    def lookup(rows: Tensor) -> Tensor:
+        found = F.embedding(rows, values.view(torch.uint8)).view(values.dtype).float()
+        if values.dtype == torch.int8:
+            return (found * scales[rows][..., None]).to(dtype)
+        factor = F.embedding(rows, scales.view(torch.uint8)).view(scales.dtype).float()
+        return (found * factor.repeat_interleave(32, -1)[..., : found.shape[-1]]).to(dtype)
+
+    return lookup
 
 
 def compiled(function):

@@ -1,5 +1,6 @@
 """Interleaved timing: every contender once a round, so that whatever disturbs the machine disturbs all of them."""
 import gc
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ class Contender:
     a list never find in a cache what the one before them has read. `group`: how goals and tables refer to it (two ways
     to compile are both "compile", and the better one counts). `tolerance`: how far, relative and norm-wise, its outputs
     may be from ours; None: what the dtype allows. `compare` turns a result into the tensors to compare; None: nothing
-    is. `bytes`: necessary ones, where they are not the work's.
+    is. `bytes`: necessary ones, where they are not the work's. `compiled`: by torch.compile, whose mistakes are noted.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Contender:
     tolerance: float | None = None
     compare: Callable[[object], list] | None = None
     bytes: int | None = None
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         if not self.group:
@@ -76,10 +78,13 @@ def interleave(
     contenders: Sequence[Contender], seconds: float, *, least: int = 7, most: int = 300, first: int = 0,
     timer: Callable[[Callable[[], object]], float] = processor_time,
 ) -> dict[str, list[float]]:
-    """Time the contenders in turn: A B C A B C ...
+    """Time the contenders in turn, each once a round, every round in another order: A B C, C A B, ...
+
+    In one fixed order a contender would always pay for what the same neighbour leaves behind: memory given back to the
+    system has to be faulted in again.
 
     Args:
-        contenders: in this order; they are expected to be warm.
+        contenders: expected to be warm.
         seconds: for all rounds together, as far as `least` and `most` allow.
         least, most: rounds.
         first: the `i` of the first call.
@@ -89,6 +94,7 @@ def interleave(
         For each contender's name its times in seconds, one a round. What a call returns is freed outside of its time.
     """
     times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    order, generator = list(contenders), random.Random(0)
     gc.collect()
     collecting = gc.isenabled()
     gc.disable()
@@ -98,7 +104,8 @@ def interleave(
             elapsed = time.perf_counter() - begin
             if done >= least and elapsed * (done + 1) / done > seconds:
                 break
-            for contender in contenders:
+            generator.shuffle(order)
+            for contender in order:
                 times[contender.name].append(timer(lambda: contender.call(i)))
                 i += 1
     finally:

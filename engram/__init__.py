@@ -27,7 +27,8 @@ __all__ = [
     "EngramConfig", "TokenMap", "build_info", "empty_table", "huge_page_share", "nn", "ops", "profiling", "reference"
 ]
 
-_LAZY = ("models", "optim")  # imported when first asked for: what most users of the ops do not need
+# Imported when first asked for: what most users of the ops do not need.
+_LAZY = ("checkpoint", "models", "optim", "sizing", "statistics")
 
 
 def __getattr__(name: str):

@@ -117,25 +117,74 @@ def embedding(
     """
     op = "embedding"
     _check(table.dim() == 2, op, "table must be [R, d]", table)
-    _check(rows.dim() >= 1 and rows.dtype in (torch.int32, torch.int64), op, "rows must be int32/int64 [..., C]", rows)
-    _check_tokenwise(op, rows.shape[:-1], mask=mask)
-
-    if row_begin is not None and row_begin < 0:
-        raise ValueError(f"{op}: row_begin must be at least 0, got {row_begin}")
-
-    visible = torch.ones_like(rows, dtype=torch.bool) if mask is None else mask[..., None].expand(rows.shape)
-    begin = row_begin or 0
-    local = rows.long() - begin
-    inside = visible & (rows >= begin) & (local < table.shape[0])
-    if row_begin is None and not torch.equal(inside, visible):
-        wrong = rows[visible & ~inside][0].item()
-        raise IndexError(f"{op}: rows must be in [0, {table.shape[0]}), got {wrong}")
+    local, inside = _local_rows(op, table, rows, row_begin, mask)
     if sparse_grad:
         return _SparseLookup.apply(table, local, inside)
     # Only a gradient needs the wider type: it is what the sum over repeated rows is kept in.
     source = table.to(_accumulate(table)) if table.requires_grad else table
     out = source.new_zeros(*rows.shape, table.shape[1])
     return out.index_put((inside,), source[local[inside]]).to(table.dtype)
+
+
+def embedding_fp8(
+    values: Tensor,
+    scales: Tensor,
+    rows: Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    row_begin: int | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Row lookup in a float8 table: out[..., c, j] = values[rows[..., c], j] * scales[rows[..., c], j // 32].
+
+    values float8_e4m3fn [R, d]; scales float8_e8m0fnu [R, ceil(d / 32)], powers of two: byte 0 is 2**-127, 255 NaN;
+    rows, row_begin and mask as in `embedding`. Returns [..., C, d] in dtype; the product has four significant bits and
+    is rounded once. No gradient.
+
+    Raises IndexError for a visible row outside [0, R) without `row_begin`, ValueError for a wrong shape or dtype, and
+    where values or scales require a gradient.
+    """
+    op = "embedding_fp8"
+    _check(values.dim() == 2 and values.dtype == torch.float8_e4m3fn, op, "values must be float8_e4m3fn [R, d]", values)
+    shape = (values.shape[0], -(-values.shape[1] // 32))
+    _check(scales.shape == shape and scales.dtype == torch.float8_e8m0fnu, op,
+           f"scales must be float8_e8m0fnu {list(shape)}", scales)
+    _check_frozen(op, dtype, values=values, scales=scales)
+    local, inside = _local_rows(op, values, rows, row_begin, mask)
+    # Bytes are what torch can pick out of any tensor. In float64 the product is finite and exact.
+    found = values.view(torch.uint8)[local[inside]].view(values.dtype).double()
+    factor = scales.view(torch.uint8)[local[inside]].view(scales.dtype).double()
+    product = found * factor.repeat_interleave(32, 1)[:, : values.shape[1]]
+    out = torch.zeros(*rows.shape, values.shape[1], dtype=dtype, device=values.device)
+    return out.index_put((inside,), _round_once(product, dtype))
+
+
+def embedding_int8(
+    values: Tensor,
+    scales: Tensor,
+    rows: Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    row_begin: int | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Row lookup in an int8 table: out[..., c, j] = values[rows[..., c], j] * scales[rows[..., c]].
+
+    values int8 [R, d]; scales float32 [R]; rows, row_begin and mask as in `embedding`. Returns [..., C, d] in dtype:
+    the exact product, rounded once. No gradient.
+
+    Raises IndexError for a visible row outside [0, R) without `row_begin`, ValueError for a wrong shape or dtype, and
+    where scales require a gradient.
+    """
+    op = "embedding_int8"
+    _check(values.dim() == 2 and values.dtype == torch.int8, op, "values must be int8 [R, d]", values)
+    _check(scales.shape == values.shape[:1] and scales.dtype == torch.float32, op,
+           f"scales must be float32 {[values.shape[0]]}", scales)
+    _check_frozen(op, dtype, scales=scales)
+    local, inside = _local_rows(op, values, rows, row_begin, mask)
+    product = values[local[inside]].double() * scales[local[inside]].double()[:, None]
+    out = torch.zeros(*rows.shape, values.shape[1], dtype=dtype, device=values.device)
+    return out.index_put((inside,), _round_once(product, dtype))
 
 
 class _SparseLookup(torch.autograd.Function):
@@ -588,6 +637,18 @@ def _accumulate(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def _round_once(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float64 to dtype. torch goes to half types by way of float32, which rounds twice unless the float32 number shows
+    that there was more: of the two around x the one that is odd in its last bit."""
+    near = x.float()
+    if dtype in (torch.bfloat16, torch.float16):
+        bits = near.view(torch.int32)
+        bits = bits - (near.double().abs() > x.abs()).int()     # now the one nearer to zero
+        inexact = near.double() != x
+        near = torch.where(x.isfinite() & inexact, bits | 1, near.view(torch.int32)).view(torch.float32)
+    return x if dtype == torch.float64 else near.to(dtype)
+
+
 def _rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         return x
@@ -615,6 +676,32 @@ def _is_integer(x: Tensor) -> bool:
 def _check(condition: bool, op: str, expected: str, got: Tensor) -> None:
     if not condition:
         raise ValueError(f"{op}: {expected}, got {got.dtype} {list(got.shape)}")
+
+
+def _local_rows(
+    op: str, table: Tensor, rows: Tensor, row_begin: int | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Rows within the table, and which of them are to be read."""
+    _check(rows.dim() >= 1 and rows.dtype in (torch.int32, torch.int64), op, "rows must be int32/int64 [..., C]", rows)
+    _check_tokenwise(op, rows.shape[:-1], mask=mask)
+    if row_begin is not None and row_begin < 0:
+        raise ValueError(f"{op}: row_begin must be at least 0, got {row_begin}")
+    visible = torch.ones_like(rows, dtype=torch.bool) if mask is None else mask[..., None].expand(rows.shape)
+    begin = row_begin or 0
+    local = rows.long() - begin
+    inside = visible & (rows >= begin) & (local < table.shape[0])
+    if row_begin is None and not torch.equal(inside, visible):
+        wrong = rows[visible & ~inside][0].item()
+        raise IndexError(f"{op}: rows must be in [0, {table.shape[0]}), got {wrong}")
+    return local, inside
+
+
+def _check_frozen(op: str, dtype: torch.dtype, **tensors: Tensor) -> None:
+    if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{op}: dtype must be float64, float32, bfloat16 or float16, got {dtype}")
+    for name, tensor in tensors.items():
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise ValueError(f"{op}: {name} must not require a gradient, got requires_grad=True")
 
 
 def _check_gate_dtypes(op: str, hidden: Tensor, key: Tensor, value: Tensor) -> None:

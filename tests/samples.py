@@ -157,6 +157,30 @@ def embedding(draw: Draw, *, table_rows=37, width=16, layout="contiguous", **row
     return inputs
 
 
+def embedding_fp8(draw: Draw, *, table_rows=37, width=80, layout="contiguous", exponents=(-20, 12), **rows) -> dict:
+    """Every number that e4m3 has, no NaN; `rows`: what `row_plan` takes beside these."""
+    sign, magnitude = draw.integers(0, 2, table_rows, width), draw.integers(0, 127, table_rows, width)
+    scales = draw.integers(127 + exponents[0], 128 + exponents[1], table_rows, -(-width // 32))
+    inputs = dict(
+        values=strided((128 * sign + magnitude).to(torch.uint8), layout).view(torch.float8_e4m3fn),
+        scales=strided(scales.to(torch.uint8), layout).view(torch.float8_e8m0fnu),
+        **row_plan(draw, table_rows=table_rows, layout=layout, **rows),
+    )
+    del inputs["num_rows"]
+    return inputs | dict(dtype=draw.dtype)
+
+
+def embedding_int8(draw: Draw, *, table_rows=37, width=80, layout="contiguous", **rows) -> dict:
+    """`rows`: what `row_plan` takes beside these."""
+    inputs = dict(
+        values=strided(draw.integers(-128, 128, table_rows, width, dtype=torch.int8), layout),
+        scales=strided(draw.normal(table_rows, dtype=torch.float32), layout),
+        **row_plan(draw, table_rows=table_rows, layout=layout, **rows),
+    )
+    del inputs["num_rows"]
+    return inputs | dict(dtype=draw.dtype)
+
+
 def row_sum(draw: Draw, *, width=16, layout="contiguous", **sizes) -> dict:
     """`sizes`: what `row_plan` takes beside these."""
     plan = row_plan(draw, **sizes)
@@ -391,6 +415,42 @@ SAMPLES: dict[str, list[Sample]] = {
         no_table=dict(table_rows=0, shape=(0,)),
         no_shard=dict(table_rows=0, row_begin=5),
     ),
+    "embedding_fp8": _list(
+        embedding_fp8,
+        plain={},
+        **{f"width_{width}": dict(width=width) for width in (1, 2, 4, 7, 16, 31, 32, 33, 64, 100, 256, 1025)},
+        many=dict(shape=(3, 700), columns=8, table_rows=900, width=48),
+        small_scales=dict(exponents=(-127, -115)),
+        large_scales=dict(exponents=(110, 127)),
+        int32=dict(row_dtype=torch.int32),
+        shard=dict(row_begin=100, shape=(4, 9)),
+        shard_int32_mask=dict(row_begin=1000, row_dtype=torch.int32, mask=True),
+        mask=dict(mask=True, shape=(3, 8)),
+        rows_only=dict(shape=()),
+        **{layout: dict(layout=layout, mask=True, row_begin=10) for layout in LAYOUTS},
+        no_tokens=dict(shape=(2, 0), mask=True),
+        no_columns=dict(columns=0),
+        no_width=dict(width=0),
+        no_table=dict(table_rows=0, shape=(0,)),
+        no_shard=dict(table_rows=0, row_begin=5),
+    ),
+    "embedding_int8": _list(
+        embedding_int8,
+        plain={},
+        **{f"width_{width}": dict(width=width) for width in (1, 2, 4, 7, 16, 33, 64, 100, 256, 1025)},
+        many=dict(shape=(3, 700), columns=8, table_rows=900, width=48),
+        int32=dict(row_dtype=torch.int32),
+        shard=dict(row_begin=100, shape=(4, 9)),
+        shard_int32_mask=dict(row_begin=1000, row_dtype=torch.int32, mask=True),
+        mask=dict(mask=True, shape=(3, 8)),
+        rows_only=dict(shape=()),
+        **{layout: dict(layout=layout, mask=True, row_begin=10) for layout in LAYOUTS},
+        no_tokens=dict(shape=(2, 0), mask=True),
+        no_columns=dict(columns=0),
+        no_width=dict(width=0),
+        no_table=dict(table_rows=0, shape=(0,)),
+        no_shard=dict(table_rows=0, row_begin=5),
+    ),
     "row_plan": _list(
         row_plan,
         plain={},
@@ -564,6 +624,12 @@ def results_of(op: str, function: Callable, inputs: dict) -> list[Tensor]:
 
 def _cloned(value):
     return [x.clone() for x in value] if isinstance(value, list) else value.clone()
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits of a float tensor as integers: -0 is not 0, and a NaN, of which there are many, is one number."""
+    kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[x.dtype.itemsize]
+    return torch.where(x.isnan(), torch.tensor(float("nan")).to(x), x).view(kind)
 
 
 def to_double(inputs: dict) -> dict:

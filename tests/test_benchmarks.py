@@ -44,7 +44,9 @@ def test_contenders_take_turns_and_never_share_an_index():
     calls = []
     contenders = [Contender(name, lambda i, name=name: calls.append((name, i))) for name in "abc"]
     times = interleave(contenders, 0, least=3, first=5)
-    assert calls == [(name, 5 + i) for i, name in enumerate("abcabcabc")]
+    assert [i for _, i in calls] == list(range(5, 14))
+    rounds = ["".join(name for name, _ in calls[at : at + 3]) for at in (0, 3, 6)]
+    assert all(sorted(names) == list("abc") for names in rounds) and len(set(rounds)) > 1
     assert {name: len(values) for name, values in times.items()} == dict(a=3, b=3, c=3)
 
 
@@ -139,6 +141,18 @@ def test_a_wrong_peer_is_refused(monkeypatch):
     monkeypatch.setattr(peers, "demo_gate_conv", lambda hidden, *tensors, **options: hidden)
     with pytest.raises(AssertionError, match="gate_conv, forward, tiny, float32: demo differs from ours"):
         run.prepare(next(works.works(choice("gate_conv"))))
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, 1.0])
+def test_a_wrong_compiled_peer_is_left_out_with_a_note(monkeypatch, wrong):
+    def ways(around, compiler, **options):
+        right = peers.bind(engram.reference.gate_conv, **options)
+        return [("eager", "eager", right), ("smart, compiled", "smart", lambda *tensors: right(*tensors) + wrong)]
+
+    monkeypatch.setattr(peers, "gate_convs", ways)
+    work = next(works.works(choice("gate_conv", compiler=True)))
+    assert [contender.name for contender in run.prepare(work)] == ["ours", "ours, packed", "eager"]
+    assert len(work.notes) == 1 and work.notes[0].startswith("smart, compiled is left out: its results differ from ours")
 
 
 def test_smart_is_the_same_formula():
@@ -247,6 +261,8 @@ def test_goals_take_the_better_of_a_group():
     (dict(op="embedding", row_bytes=128), {"share of copy bandwidth": 85}),
     (dict(op="embedding", row_bytes=64), {"share of copy bandwidth": 70}),
     (dict(op="embedding", direction=works.BACKWARD), {}),
+    (dict(op="embedding_fp8"), {"share of copy bandwidth": 70}),
+    (dict(op="embedding_int8"), {"share of copy bandwidth": 70}),
     (dict(op="module"), {}),
 ])
 def test_goals_of_a_gpu(changes, wanted):

@@ -56,6 +56,21 @@ def test_bad_rows_read_as_zero(bad):
 
 
 @needs_kernels
+@pytest.mark.parametrize("bad", [-1, -100, 37, torch.iinfo(torch.int64).max])
+@pytest.mark.parametrize("op", ["embedding_fp8", "embedding_int8"])
+def test_bad_rows_of_quantised_tables(op, bad, monkeypatch):
+    inputs = named(op, "plain")[0](KERNELS, torch.float32)
+    lookup = getattr(ops, op)
+    expected = lookup(**inputs)
+    expected[1, 2, 3] = 0
+    inputs["rows"][1, 2, 3] = bad
+    assert torch.equal(lookup(**inputs), expected)
+    monkeypatch.setenv("ENGRAM_DEBUG", "1")
+    with pytest.raises(IndexError, match=rf"^{op}: rows must be in \[0, 37\)"):
+        lookup(**inputs)
+
+
+@needs_kernels
 def test_debug_makes_bad_ids_an_error(monkeypatch):
     hashing, lookup = hash_inputs(), named("embedding", "plain")[0](KERNELS)
     monkeypatch.setenv("ENGRAM_DEBUG", "1")
@@ -128,9 +143,10 @@ def test_row_ids_equal_those_of_the_cpu(op, sample):
 
 @needs_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op, sample", each_sample("embedding"), ids=str)
+@pytest.mark.parametrize("op, sample", each_sample("embedding", "embedding_fp8", "embedding_int8"), ids=str)
 def test_lookups_equal_those_of_the_cpu(op, sample, dtype):
-    assert torch.equal(ops.embedding(**sample(KERNELS, dtype)).cpu(), ops.embedding(**sample("cpu", dtype)))
+    lookup = getattr(ops, op)
+    assert torch.equal(lookup(**sample(KERNELS, dtype)).cpu(), lookup(**sample("cpu", dtype)))
 
 
 # Graphs and streams

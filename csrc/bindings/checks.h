@@ -47,6 +47,10 @@ inline const char* name_of(ScalarType dtype) {
       return "uint8";
     case ScalarType::Bool:
       return "bool";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
+    case ScalarType::Float8_e8m0fnu:
+      return "float8_e8m0fnu";
     default:
       return "another dtype";
   }

@@ -14,6 +14,13 @@ STABLE_TORCH_LIBRARY(ENGRAM_LIBRARY, m) {
   m.def("embedding_backward(Tensor grad_out, Tensor keys, Tensor runs, Tensor count, SymInt num_rows) -> Tensor");
 
   m.def(
+      "embedding_fp8(Tensor values, Tensor scales, Tensor rows, ScalarType dtype, int? row_begin=None, "
+      "Tensor? mask=None) -> Tensor");
+  m.def(
+      "embedding_int8(Tensor values, Tensor scales, Tensor rows, ScalarType dtype, int? row_begin=None, "
+      "Tensor? mask=None) -> Tensor");
+
+  m.def(
       "row_plan(Tensor rows, SymInt num_rows, int? row_begin=None, Tensor? mask=None) -> "
       "(Tensor keys, Tensor runs, Tensor count)");
   m.def("row_sum(Tensor values, Tensor keys, Tensor runs, Tensor count) -> (Tensor rows, Tensor sums)");

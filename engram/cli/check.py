@@ -14,7 +14,8 @@ import engram
 from engram import ops, reference
 from engram.cli.errors import UsageError
 
-NO_GRADIENT = ("decode", "ngram_hash", "row_plan", "row_sum", "row_update")
+NO_GRADIENT = ("decode", "ngram_hash", "embedding_fp8", "embedding_int8", "row_plan", "row_sum", "row_update")
+EXACT = ("embedding_fp8", "embedding_int8")  # their one rounding is the reference's, whatever the dtype of the result
 IN_PLACE = {"row_update": ("table", "first", "second")}  # what an operator writes, where it returns nothing
 
 TOLERANCES = {  # forward, gradients; one rounding of an output is 6e-8, 4e-3, 5e-4 at most
@@ -70,6 +71,14 @@ def inputs(op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         )
     if op == "embedding":
         return dict(table=floats(60, D)), dict(rows=integers(60, B, T, 4), mask=mask)
+    if op == "embedding_fp8":
+        values, scales = integers(256, 60, 75) & 0xF7, 100 + integers(34, 60, 3)  # no NaN, nothing past float16
+        values = values.to(torch.uint8).view(torch.float8_e4m3fn)
+        scales = scales.to(torch.uint8).view(torch.float8_e8m0fnu)
+        return {}, dict(values=values, scales=scales, rows=integers(60, B, T, 4), mask=mask)
+    if op == "embedding_int8":
+        values = integers(256, 60, 75).to(torch.uint8).view(torch.int8)
+        return {}, dict(values=values, scales=floats(60).float(), rows=integers(60, B, T, 4), mask=mask)
     gate = dict(
         hidden=floats(B, T, G, D), key=floats(B, T, G, D), value=floats(B, T, D),
         hidden_weight=1 + floats(G, D) / 4, key_weight=1 + floats(G, D) / 4,
@@ -109,6 +118,8 @@ def inputs(op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def measure(op: str, device: str, dtype: torch.dtype) -> tuple[float, float | None]:
     """Errors `(forward, gradients)` of one operator: None without gradients, the share of wrong ones for integers."""
     tensors, constants = inputs(op)
+    if op in EXACT:
+        constants |= dict(dtype=dtype)
     rounded = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     if op in IN_PLACE and dtype != torch.float64:
         rounded |= {name: tensors[name].float() for name in ("first", "second")}
@@ -163,6 +174,8 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         print("cuda: not checked, this build of engram has no CUDA kernels")
     for op in ops.__all__:
         dtypes = TOLERANCES if inputs(op)[0] else {torch.int64: (0.0, None)}
+        if op in EXACT:
+            dtypes = dict.fromkeys(TOLERANCES, (0.0, None))
         for device in found:
             for dtype, tolerance in dtypes.items():
                 records.append(check_one(op, device, dtype, tolerance))

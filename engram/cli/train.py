@@ -54,6 +54,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     run("--tokens", type=int, metavar="N", help="tokens per step (default: 2048)")
     run("--length", type=int, metavar="N", help="tokens in a row that attention can see (default: 256)")
     run("--lr", type=float, metavar="X", help="peak learning rate; five times as much for the tables (default: 3e-3)")
+    run("--warmup", type=int, metavar="N",
+        help="steps until the peak rate is reached; it falls with the root of the step after that (default: 40)")
     run("--optimizer", choices=("row-wise-adam", "row-wise-adagrad", "lazy-adamw", "adamw"),
         help="of the tables: a step of the first three costs what the batch touches, one of adamw what the tables hold "
              "(default: adamw); all else is trained by AdamW")
@@ -70,6 +72,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     model("--heads", type=int, metavar="N", help="attention heads (default: 4)")
     model("--branches", type=int, choices=(1, 4),
           help="residual streams: 1 is the plain residual, 4 are hyper-connections, one Engram gate each (default: 1)")
+    model("--mixing", choices=("static", "manifold"),
+          help="how 4 streams are read, written and mixed: by learned constants, or, mHC, token by token and doubly "
+               "stochastic (default: static)")
     model("--engram-layers", type=int, nargs="+", metavar="I",
           help="blocks with an Engram layer before their attention, counted from 0 (default: 1)")
     model("--table-size", type=int, metavar="N",

@@ -3,6 +3,8 @@
 // samples runs through Python (emulated.py). Buffers have their exact size and start as NaN.
 #include "kernels/decode.h"
 #include "kernels/embedding.h"
+#include "kernels/embedding_fp8.h"
+#include "kernels/embedding_int8.h"
 #include "kernels/gate.h"
 #include "kernels/gate_conv.h"
 #include "kernels/ngram_hash.h"
@@ -162,6 +164,54 @@ void test_embedding(int64_t tokens, int64_t C, int64_t R, int64_t d, bool shard,
   int32_t bad = 0;
   check(cuda::embedding_forward(f, &bad, nullptr), what);
   check(!bad && !std::memcmp(got.data, expected.data, slots * d * sizeof(T)), what + " forward");
+}
+
+// ---- Embedding of quantised rows ----
+
+// Both ops to the bit: Fp8 says which.
+template <bool Fp8, typename T, typename Index>
+void test_quantized(int64_t tokens, int64_t C, int64_t R, int64_t d, bool shard, bool masked, int64_t shift) {
+  const int64_t slots = tokens * C, first = shard ? 100 : 0, blocks = (d + kFp8Block - 1) / kFp8Block;
+  const std::string what = (Fp8 ? "embedding_fp8 " : "embedding_int8 ") + std::to_string(slots) + "x" +
+                           std::to_string(d) + " " + name_of<T>();
+  Buffer<uint8_t> values(R * d, shift), bytes(R * blocks);
+  Buffer<float> scales(R);
+  Buffer<T> got(slots * d, shift), expected(slots * d);
+  Buffer<Index> rows(slots);
+  Buffer<bool> mask(tokens);
+  for (int64_t i = 0; i < R * d; ++i) {
+    values[i] = static_cast<uint8_t>(uniform(0, 255));
+    if (Fp8 && (values[i] & 127) == 127) values[i] = 0;  // a NaN has many forms
+  }
+  bytes.integers(0, 254);
+  scales.normal();
+  rows.integers(first - (shard ? R / 2 : 0), first + R - 1 + (shard ? R / 2 : 0));
+  for (int64_t i = 0; i < tokens; ++i) mask[i] = uniform(0, 3) > 0;
+  const bool* visible = masked ? mask.data : nullptr;
+  int32_t bad = 0;
+  if constexpr (Fp8) {
+    EmbeddingFp8<T, Index> f{values.data, bytes.data, rows.data, visible, expected.data, slots,
+                             C,           R,          d,         blocks,  first,         shard};
+    check(cpu::embedding_fp8(f, 0, slots) == kNoBadRow, "rows inside");
+    f.out = got.data;
+    check(cuda::embedding_fp8(f, &bad, nullptr), what);
+  } else {
+    EmbeddingInt8<T, Index> f{reinterpret_cast<const int8_t*>(values.data),
+                              scales.data,
+                              rows.data,
+                              visible,
+                              expected.data,
+                              slots,
+                              C,
+                              R,
+                              d,
+                              first,
+                              shard};
+    check(cpu::embedding_int8(f, 0, slots) == kNoBadRow, "rows inside");
+    f.out = got.data;
+    check(cuda::embedding_int8(f, &bad, nullptr), what);
+  }
+  check(!bad && !std::memcmp(got.data, expected.data, slots * d * sizeof(T)), what + " differs from the CPU");
 }
 
 // ---- Row plan, row sum, row update ----
@@ -836,6 +886,19 @@ void test_all() {
   test_embedding<Half, int32_t>(60, 2, 11, 264, false, true, 50, 0);
   test_embedding<BFloat16, int64_t>(20, 3, 9, 16, false, false, 50, 1);  // misaligned
   test_embedding<Half, int64_t>(20, 3, 9, 7, false, false, 50, 0);
+
+  test_quantized<true, BFloat16, int64_t>(40, 4, 37, 256, false, false, 0);
+  test_quantized<true, float, int32_t>(60, 3, 20, 48, true, true, 0);
+  test_quantized<true, Half, int64_t>(30, 2, 9, 75, false, true, 0);  // a short block, chunks that end early
+  test_quantized<true, double, int64_t>(20, 2, 9, 33, true, true, 0);
+  test_quantized<true, BFloat16, int32_t>(20, 3, 9, 64, false, false, 1);  // misaligned
+  test_quantized<true, float, int64_t>(3, 2, 5, 4100, false, false, 0);    // a row for more than a block has threads
+  test_quantized<true, BFloat16, int64_t>(600, 1, 40, 1, false, false, 0);
+  test_quantized<false, BFloat16, int64_t>(40, 4, 37, 256, false, false, 0);
+  test_quantized<false, float, int32_t>(60, 3, 20, 48, true, true, 0);
+  test_quantized<false, Half, int64_t>(30, 2, 9, 75, false, true, 0);
+  test_quantized<false, double, int64_t>(20, 2, 9, 33, true, true, 0);
+  test_quantized<false, Half, int32_t>(20, 3, 9, 64, false, false, 1);
 
   test_row_plan<int64_t>(1, 1, 1, false, false, 0);
   test_row_plan<int32_t>(50, 4, 1000000, false, false, 0);

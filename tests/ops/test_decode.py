@@ -52,14 +52,15 @@ def build(dtype=torch.float64, token_map=None, **values):
         hidden_size=20, vocab_size=V, heads_per_ngram=2, embed_dim_per_head=4, table_size=40, layer_ids=(1, 3),
         conv_init="default"), **values))
     layer = nn.Engram(config, 3, dtype=dtype, token_map=token_map).requires_grad_(False)
-    for weight in (layer.gate.hidden_weight, layer.gate.key_weight, *([layer.conv.norm_weight] if layer.conv else [])):
-        torch.nn.init.normal_(weight, 1, 0.2)
+    for name, weight in layer.named_parameters():
+        if name.endswith(("hidden_weight", "key_weight", "norm_weight")):
+            torch.nn.init.normal_(weight, 1, 0.2)
     return layer
 
 
 def draw(layer, batch=2, tokens=20, eos=7):
     generator = torch.Generator().manual_seed(1)
-    config, dtype = layer.config, layer.key_proj.weight.dtype
+    config, dtype = layer.config, layer.value_proj.weight.dtype
     shape = (batch, tokens, config.branches, config.hidden_size)
     hidden = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     ids = torch.randint(0, V, (batch, tokens), generator=generator)
@@ -73,7 +74,7 @@ def in_chunks(layer, hidden, ids, sizes, max_rollback=2, **tokenwise):
     state, at, outs = layer.init_state(hidden.shape[0], max_rollback), 0, []
     for size in sizes:
         here = slice(at, at + size)
-        residual = tokenwise.pop("residual", False)
+        residual = tokenwise.pop("residual", None)
         outs.append(layer(hidden[:, here], ids[:, here], state=state, residual=residual,
                           **{name: x[:, here] for name, x in tokenwise.items()}))
         at += size
@@ -99,6 +100,7 @@ CONFIGS = {
     "plain": {}, "branches": dict(branches=4), "no_bias": dict(bias=False), "eos": dict(boundary="eos", eos_id=7),
     "mask_hashed": dict(mask_blocks_hash=False), "conv_across": dict(conv_reset=False),
     "eos_across": dict(boundary="eos", eos_id=7, conv_reset=False, mask_blocks_hash=False),
+    "shared_norms": dict(branches=2, shared_norms=True), "zero_centred": dict(zero_centred_norms=True, residual=True),
     "taps": dict(kernel_size=3, dilation=2), "fourgrams": dict(max_ngram_size=4, zero_rule="copysign"),
 }
 CHUNKS = ([1] * 20, [9, *[1] * 11], [3, 2, 1, 4, 1, 1, 8], [12, 2, 1, 5])
@@ -188,9 +190,16 @@ def test_float32_hidden_beside_half_weights(decoded):
     assert relative_error(out, layer(hidden, ids)) <= TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("what", ["gradient", "autocast", "tokens", "table", "no_conv", "rows", "no_state", "hook", "linear"])
+UNDECODED = {
+    "table": dict(table_dtype=torch.bfloat16), "int8": dict(table_dtype=torch.int8), "no_conv": dict(kernel_size=0),
+    "no_gate": dict(gate="none"), "positions": dict(hash_input="positions"),
+}
+
+
+@pytest.mark.parametrize(
+    "what", [*UNDECODED, "gradient", "autocast", "tokens", "rows", "no_state", "hook", "linear"])
 def test_what_the_op_does_not_do(what, decoded):
-    layer = build(torch.float32, **{"table": dict(table_dtype=torch.bfloat16), "no_conv": dict(kernel_size=0)}.get(what, {}))
+    layer = build(torch.float32, **UNDECODED.get(what, {}))
     tokens = 17 if what == "tokens" else 1
     hidden, ids, _, _ = draw(layer, batch=1, tokens=tokens)
     dtype = torch.bfloat16 if what == "autocast" else None

@@ -76,7 +76,8 @@ __global__ void __launch_bounds__(kThreads)
     recall<kVector>(a, blockIdx.x);
     return;
   }
-  const int64_t C = hash.columns, orders = hash.orders, E = a.width, D = a.dim, GD = a.branches * D;
+  const int C = static_cast<int>(hash.columns), orders = static_cast<int>(hash.orders);
+  const int64_t E = a.width, D = a.dim, GD = a.branches * D;
   int64_t* rows = reinterpret_cast<int64_t*>(memory + kTokens * kChunk<K>);  // [kTokens, C]; -1 = zeros
   int64_t* window = rows + kTokens * C;                                      // [kTokens, N of the hash]
   bool* seen = reinterpret_cast<bool*>(window + kTokens * orders);           // likewise; what hides the rest is not
@@ -100,19 +101,20 @@ __global__ void __launch_bounds__(kThreads)
   fetch(lane * N);
 
   const int64_t pad = mapped_pad(hash);
-  for (int i = thread; i < count * static_cast<int>(orders); i += kThreads) {
+  for (int i = thread; i < count * orders; i += kThreads) {
     const int64_t token = first + i / orders;
     window[i] = pad;
     seen[i] = look_back(step, hash, token / step.tokens, token % step.tokens, i % orders, window[i], bad_id);
   }
   __syncthreads();
-  for (int i = thread; i < count * static_cast<int>(C); i += kThreads) {
-    const int64_t n = i / C, c = i % C, order = c / (C / (orders - 1)) + 2, token = first + n;
+  for (int i = thread; i < count * C; i += kThreads) {
+    const int n = i / C, c = i % C, order = c / (C / (orders - 1)) + 2;
+    const int64_t token = first + n;
     const uint64_t modulus = static_cast<uint64_t>(__ldg(hash.moduli + c)),
                    inverse = modulus ? ~uint64_t{0} / modulus : 0;
     uint64_t mix = 0;
     bool hidden = false;
-    for (int64_t s = 0; s < order; ++s) {
+    for (int s = 0; s < order; ++s) {
       hidden = hidden || !seen[n * orders + s];
       mix ^= static_cast<uint64_t>(hidden ? pad : window[n * orders + s]) *
              static_cast<uint64_t>(__ldg(hash.multipliers + s));
@@ -244,7 +246,7 @@ __device__ __forceinline__ bool reaches(const ShortConvShape& s, int64_t b, int6
 // where it is a token of this step; then each thread goes over its columns. The state is moved on by the blocks that
 // have what goes into it, each its own part; nothing that is written here is read here.
 template <typename H, typename K, bool kVector>
-__global__ void __launch_bounds__(kMixThreads) decode_mix_kernel(const Decode<H, K> a) {
+__global__ void __launch_bounds__(kMixThreads, 1) decode_mix_kernel(const Decode<H, K> a) {
   using A = accumulate_t<H>;
   constexpr int N = kLaneElements<H>;
   ENGRAM_DYNAMIC_SHARED(A, stats);  // [taps, 4]: those of the branch, then the mean square of the value
