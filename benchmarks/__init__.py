@@ -8,4 +8,5 @@
     goals.py     what has to be reached, and whether a row does
     report.py    lines for the terminal, docs/benchmarks.md, comparison with an earlier run
     run.py       the command line
+    sharded.py   sharded tables over loopback, by itself: `python -m benchmarks.sharded`
 """

@@ -96,6 +96,7 @@ def growth(wanted: float) -> Goal:
 
 
 F32, BF16 = "float32", "bfloat16"
+QUANTIZED = {"embedding_fp8": 5, "embedding_int8": 2}  # op to factor over eager
 STEPS = {
     "gradient": [times_faster("torch sparse", 4), times_faster("torch dense", 10)],
     "sgd": [times_faster("torch sparse", 2), times_faster("FBGEMM", 1.15)],
@@ -125,6 +126,12 @@ TABLE: dict[tuple, list[Goal]] = {
     ("module", FORWARD, "B", F32): [times_faster("eager", 2.0), *compiled(1.5), times_products(1.4)],
     ("module", BOTH, "A", F32): [times_faster("eager", 3.3), *compiled(2.7), times_products(1.12)],
     ("module", BOTH, "B", F32): [times_faster("eager", 2.7), *compiled(1.9), times_products(1.2)],
+    ("decode", FORWARD, "A1", F32): [times_faster("eager", 2.3), times_faster("compile", 1.5), times_products(1.15)],
+    ("decode", FORWARD, "A1", BF16): [times_faster("eager", 4), times_faster("compile", 2), times_products(1.15)],
+    ("decode", FORWARD, "B1", F32): [times_faster("eager", 3.2), times_faster("compile", 1.9), times_products(1.25)],
+    ("decode", FORWARD, "B1", BF16): [times_products(1.25)],
+    ("decode", FORWARD, "Ax8", F32): [times_faster("eager", 3), times_faster("compile", 2.4), times_products(1.15)],
+    ("decode", FORWARD, "Ax8", BF16): [times_faster("eager", 4), times_faster("compile", 2.9), times_products(1.15)],
     **{("module", FORWARD, shape, BF16): [times_faster("eager", 4), *compiled(3.8)] for shape in "AB"},
     **{("module", BOTH, shape, BF16): [times_faster("eager", 5), *compiled(4.3)] for shape in "AB"},
 }
@@ -148,6 +155,8 @@ GPU_TABLE: dict[tuple, list[Goal]] = {
 def gpu_goals_of(row: dict) -> list[Goal]:
     if row["op"] == "embedding" and row["direction"] == FORWARD:
         return [share_of_copy(0.85 if row["row_bytes"] >= 128 else 0.70)]
+    if row["op"] in QUANTIZED:
+        return [share_of_copy(0.70)]
     return GPU_TABLE.get((row["op"], row["direction"], row["branches"]), [])
 
 
@@ -164,6 +173,8 @@ def goals_of(row: dict) -> list[Goal]:
         least = 1.5 if row["output_bytes"] < FOUR_MB else 1.0
         pages = [times_faster("ours", 1.3, ours="ours, 2 MiB pages")] if row["table"] != "64MB" else []
         return [times_faster("F.embedding", least), share_of_gather(0.80), *pages]
+    if op in QUANTIZED:
+        return [times_faster("eager", QUANTIZED[op]), times_faster("a float table", 0.8)]
     if op == "table_step":
         return STEPS[direction]
     if op == "module" and row["dtype"] == BF16 and bf16_instructions():

@@ -41,7 +41,8 @@ def steps(device: str, folder: Path) -> list[Step]:
     tests = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", device)
     check = (python, "-m", "engram", "check", "--device", device)
     bench = (python, "-m", "benchmarks.run", "--device", device, "--seconds", "0.5")
-    single_ops = ("--op", "gate_conv", "gate", "short_conv", "embedding", "ngram_hash", "accuracy")
+    single_ops = ("--op", "gate_conv", "gate", "short_conv", "embedding", "embedding_fp8", "embedding_int8", "ngram_hash",
+                  "accuracy")
     # Without torch's own cache every tensor is an allocation with edges that can be seen.
     uncached = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
     sanitizer = ("compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all", "--tool")
@@ -57,7 +58,7 @@ def steps(device: str, folder: Path) -> list[Step]:
         Step("benchmarks of the ops, float32",
              (*bench, *single_ops, "--dtype", "float32", "--no-compiler", "--json", str(folder / "2.jsonl")), 60),
         Step("benchmarks of the layer",
-             (*bench, "--op", "module", "table_step", "--no-compiler", "--json", str(folder / "3.jsonl")), 60),
+             (*bench, "--op", "module", "decode", "table_step", "--no-compiler", "--json", str(folder / "3.jsonl")), 60),
         Step("tests: opcheck, torch.compile, torch.export", (*tests, "tests/test_registration.py"), 90),
         Step("compute-sanitizer memcheck", (*sanitizer, "memcheck", *check), 90, "compute-sanitizer", uncached),
         Step("compute-sanitizer racecheck", (*sanitizer, "racecheck", *check), 90, "compute-sanitizer", uncached),

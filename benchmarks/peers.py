@@ -135,6 +135,18 @@ class NumpyHash:
         return torch.from_numpy(np.stack(columns, -1)) + self.offsets
 
 
+def dequantized_lookup(values: Tensor, scales: Tensor, dtype: torch.dtype):
+    """Rows of a quantised table by torch's own operators, which gather bytes but no float8."""
+    def lookup(rows: Tensor) -> Tensor:
+        found = F.embedding(rows, values.view(torch.uint8)).view(values.dtype).float()
+        if values.dtype == torch.int8:
+            return (found * scales[rows][..., None]).to(dtype)
+        factor = F.embedding(rows, scales.view(torch.uint8)).view(scales.dtype).float()
+        return (found * factor.repeat_interleave(32, -1)[..., : found.shape[-1]]).to(dtype)
+
+    return lookup
+
+
 def compiled(function):
     """torch.compile for fixed shapes, the sizes of the run being known."""
     return torch.compile(function, dynamic=False, fullgraph=True)

@@ -10,11 +10,11 @@ Written by `python -m benchmarks.run --markdown docs/benchmarks.md`; do not edit
 """
 METHOD = """\
 All ways to do one work are called in turn, each once a round and every round in another order, in one process, with
-outputs allocated by each call, after their results were compared with each other. A time is the median of the runs; ratios are of medians. "eager" is
-`engram.reference`, "demo" the official demo's way to write it, "compile" the better of compiling the reference as one
-graph or gate and convolution apart, "compiled demo" the demo's way compiled apart, "smart" our kernels' algebra written
-in plain torch and compiled. GB/s count necessary bytes: each input read once, each output written once (`gate_conv`
-reads `value` twice).
+outputs allocated by each call, after their results were compared with each other. A time is the median of the runs;
+ratios are of medians. "eager" is `engram.reference`, "demo" the official demo's way to write it, "compile" the better of
+compiling the reference as one graph or gate and convolution apart, "compiled demo" the demo's way compiled apart,
+"smart" our kernels' algebra written in plain torch and compiled. GB/s count necessary bytes: each input read once, each
+output written once (`gate_conv` reads `value` twice).
 """
 
 

@@ -1,8 +1,8 @@
 """The Engram layer for PyTorch: hashed n-gram memory tables, a context gate and a short convolution.
 
 ``engram.ops`` holds the operators, ``engram.nn`` the modules, ``engram.reference`` the same operators in plain PyTorch,
-``engram.optim`` the optimizers for sparse gradients of tables, ``engram.hf`` what puts the layers into models of
-``transformers``.
+``engram.optim`` the optimizers for sparse gradients of tables, ``engram.distributed`` tables spread over many devices,
+``engram.hf`` what puts the layers into models of ``transformers``.
 """
 
 import importlib
@@ -28,7 +28,8 @@ __all__ = [
     "EngramConfig", "TokenMap", "build_info", "empty_table", "huge_page_share", "nn", "ops", "profiling", "reference"
 ]
 
-_LAZY = ("hf", "models", "optim")  # imported when first asked for: what most users of the ops do not need
+# Imported when first asked for: what most users of the ops do not need.
+_LAZY = ("checkpoint", "distributed", "hf", "models", "optim", "sizing", "statistics")
 
 
 def __getattr__(name: str):

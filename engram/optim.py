@@ -144,6 +144,8 @@ class _RowOptimizer(torch.optim.Optimizer):
             ValueError: other groups or parameters than this optimizer's, or state of another shape; nothing is changed
                 then.
         """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
         params = [param for group in self.param_groups for param in group["params"]]
         ids = [index for group in state_dict["param_groups"] for index in group["params"]]
         loaded = {}

@@ -117,25 +117,74 @@ def embedding(
     """
     op = "embedding"
     _check(table.dim() == 2, op, "table must be [R, d]", table)
-    _check(rows.dim() >= 1 and rows.dtype in (torch.int32, torch.int64), op, "rows must be int32/int64 [..., C]", rows)
-    _check_tokenwise(op, rows.shape[:-1], mask=mask)
-
-    if row_begin is not None and row_begin < 0:
-        raise ValueError(f"{op}: row_begin must be at least 0, got {row_begin}")
-
-    visible = torch.ones_like(rows, dtype=torch.bool) if mask is None else mask[..., None].expand(rows.shape)
-    begin = row_begin or 0
-    local = rows.long() - begin
-    inside = visible & (rows >= begin) & (local < table.shape[0])
-    if row_begin is None and not torch.equal(inside, visible):
-        wrong = rows[visible & ~inside][0].item()
-        raise IndexError(f"{op}: rows must be in [0, {table.shape[0]}), got {wrong}")
+    local, inside = _local_rows(op, table, rows, row_begin, mask)
     if sparse_grad:
         return _SparseLookup.apply(table, local, inside)
     # Only a gradient needs the wider type: it is what the sum over repeated rows is kept in.
     source = table.to(_accumulate(table)) if table.requires_grad else table
     out = source.new_zeros(*rows.shape, table.shape[1])
     return out.index_put((inside,), source[local[inside]]).to(table.dtype)
+
+
+def embedding_fp8(
+    values: Tensor,
+    scales: Tensor,
+    rows: Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    row_begin: int | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Row lookup in a float8 table: out[..., c, j] = values[rows[..., c], j] * scales[rows[..., c], j // 32].
+
+    values float8_e4m3fn [R, d]; scales float8_e8m0fnu [R, ceil(d / 32)], powers of two: byte 0 is 2**-127, 255 NaN;
+    rows, row_begin and mask as in `embedding`. Returns [..., C, d] in dtype; the product has four significant bits and
+    is rounded once. No gradient.
+
+    Raises IndexError for a visible row outside [0, R) without `row_begin`, ValueError for a wrong shape or dtype, and
+    where values or scales require a gradient.
+    """
+    op = "embedding_fp8"
+    _check(values.dim() == 2 and values.dtype == torch.float8_e4m3fn, op, "values must be float8_e4m3fn [R, d]", values)
+    shape = (values.shape[0], -(-values.shape[1] // 32))
+    _check(scales.shape == shape and scales.dtype == torch.float8_e8m0fnu, op,
+           f"scales must be float8_e8m0fnu {list(shape)}", scales)
+    _check_frozen(op, dtype, values=values, scales=scales)
+    local, inside = _local_rows(op, values, rows, row_begin, mask)
+    # Bytes are what torch can pick out of any tensor. In float64 the product is finite and exact.
+    found = values.view(torch.uint8)[local[inside]].view(values.dtype).double()
+    factor = scales.view(torch.uint8)[local[inside]].view(scales.dtype).double()
+    product = found * factor.repeat_interleave(32, 1)[:, : values.shape[1]]
+    out = torch.zeros(*rows.shape, values.shape[1], dtype=dtype, device=values.device)
+    return out.index_put((inside,), _round_once(product, dtype))
+
+
+def embedding_int8(
+    values: Tensor,
+    scales: Tensor,
+    rows: Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    row_begin: int | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Row lookup in an int8 table: out[..., c, j] = values[rows[..., c], j] * scales[rows[..., c]].
+
+    values int8 [R, d]; scales float32 [R]; rows, row_begin and mask as in `embedding`. Returns [..., C, d] in dtype:
+    the exact product, rounded once. No gradient.
+
+    Raises IndexError for a visible row outside [0, R) without `row_begin`, ValueError for a wrong shape or dtype, and
+    where scales require a gradient.
+    """
+    op = "embedding_int8"
+    _check(values.dim() == 2 and values.dtype == torch.int8, op, "values must be int8 [R, d]", values)
+    _check(scales.shape == values.shape[:1] and scales.dtype == torch.float32, op,
+           f"scales must be float32 {[values.shape[0]]}", scales)
+    _check_frozen(op, dtype, scales=scales)
+    local, inside = _local_rows(op, values, rows, row_begin, mask)
+    product = values[local[inside]].double() * scales[local[inside]].double()[:, None]
+    out = torch.zeros(*rows.shape, values.shape[1], dtype=dtype, device=values.device)
+    return out.index_put((inside,), _round_once(product, dtype))
 
 
 class _SparseLookup(torch.autograd.Function):
@@ -443,8 +492,161 @@ def gate_conv(
     return _select(here, (out + wide).to(hidden.dtype), hidden)
 
 
+def decode(
+    hidden: Tensor,
+    token_ids: Tensor,
+    multipliers: Tensor,
+    moduli: Tensor,
+    offsets: Tensor,
+    table: Tensor,
+    key_proj: Tensor,
+    key_bias: Tensor | None,
+    value_proj: Tensor,
+    value_bias: Tensor | None,
+    hidden_weight: Tensor | None,
+    key_weight: Tensor | None,
+    conv_weight: Tensor,
+    conv_norm_weight: Tensor | None,
+    history: list[Tensor],
+    conv: list[Tensor],
+    *,
+    pad_id: int,
+    max_rollback: int,
+    eps: float,
+    conv_eps: float,
+    dilation: int,
+    zero_rule: str = "sign",
+    eos_id: int | None = None,
+    mask_blocks_hash: bool = True,
+    conv_reset: bool = True,
+    token_map: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    residual: bool = False,
+) -> Tensor:
+    """The next tokens of every sequence through a whole layer, and their sequences' state moved on, in place.
+
+        rows   = ngram_hash of the ids, which go on from those in `history`
+        memory = embedding(table, rows), zeros at masked tokens, [B, T, C * d]
+        key, value = memory @ proj.T + bias, rounded to the table's dtype
+        out    = gate_conv(hidden, key, value, ...) after the positions that are in `conv`
+
+    A state is a ring for each: position [B] and room [B] int64, visible bool, runs and documents int64 [B, slots], then
+    ids int64 [B, slots], or value [B, slots, D] and stats [B, slots, 3 G + 1] (score and both reciprocal norms of every
+    branch, the mean square of value). Position p lies in slot p % slots. A run is a stretch of one document, counted on;
+    a change of document id begins one, and so does the token after a visible `eos_id`. The first lengths[b] tokens are
+    appended.
+
+    Shapes, dtypes and errors: `engram.ops.decode`, `ngram_hash`, `embedding` and `gate_conv`.
+    """
+    batch, tokens, branches, width = hidden.shape
+    order, reach = multipliers.shape[1], (conv_weight.shape[2] - 1) * dilation
+    counted = [tokens] * batch if lengths is None else lengths.clamp(0, tokens).tolist()
+    visible = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask
+    visible = visible & (torch.arange(tokens, device=hidden.device) < torch.tensor(counted, device=hidden.device)[:, None])
+    hashed = visible if mask_blocks_hash else torch.ones_like(visible)
+    ids = torch.where(hashed, token_ids.long(), pad_id)
+    for b, length in enumerate(counted):
+        ids[b, length:] = pad_id
+    ends = hashed & (ids == eos_id) if eos_id is not None else torch.zeros_like(hashed)
+
+    runs, documents = _continue_runs(history, document_ids, ends, history[5] == eos_id if eos_id is not None else None)
+    (past_ids,), past_visible, past_runs = _last_positions(history, order - 1)
+    same = past_visible & (past_runs == runs[:, :1]) if tokens else past_visible
+    rows = ngram_hash(ids, multipliers, moduli, offsets, pad_id=pad_id, token_map=token_map, document_ids=runs,
+                      mask=hashed, history=torch.where(same, past_ids, -1))[0]
+
+    memory = embedding(table, rows, mask=visible).flatten(2).to(_accumulate(hidden))
+    key, value = (
+        F.linear(memory, weight.to(memory.dtype), None if bias is None else bias.to(memory.dtype)).to(table.dtype)
+        for weight, bias in ((key_proj, key_bias), (value_proj, value_bias))
+    )
+    key = key.view(hidden.shape)
+
+    marked = conv_reset and (document_ids is not None or eos_id is not None)
+    conv_runs, conv_documents = _continue_runs(conv, runs if marked else None, torch.zeros_like(visible), None)
+    (past_value, past_stats), past_visible, past_runs = _last_positions(conv, reach)
+    wide, k, v = (x.to(memory.dtype) for x in (hidden, key, value))
+    options = dict(eps=eps, zero_rule=zero_rule)
+    gated = gate(wide, k, v, hidden_weight, key_weight, mask=visible, **options)
+    # A gate whose score is known: one channel, already normalised.
+    score = past_stats[..., : 3 * branches : 3, None]
+    past = gate(score, torch.ones_like(score), torch.ones_like(score[..., 0, :]), None, None, **options)
+    past = past * past_value[:, :, None].to(memory.dtype)
+    out = short_conv(torch.cat([past, gated], 1), conv_weight, conv_norm_weight, dilation=dilation, eps=conv_eps,
+                     document_ids=torch.cat([past_runs, conv_runs], 1), mask=torch.cat([past_visible, visible], 1))
+    out = out[:, reach:]
+    if residual:
+        out = out + wide
+    out = _select(visible[..., None, None], out.to(hidden.dtype), hidden if residual else 0)
+
+    w = [1 if weight is None else weight.to(memory.dtype) for weight in (hidden_weight, key_weight)]
+    norms = [torch.rsqrt(x.square().mean(-1) + eps) if weight is not None else torch.ones_like(x[..., 0])
+             for x, weight in ((wide, hidden_weight), (k, key_weight))]
+    score = (wide * k * w[0] * w[1]).sum(-1) * norms[0] * norms[1] / width**0.5
+    stats = torch.cat([torch.stack([score, *norms], -1).flatten(2), v.square().mean(-1, keepdim=True)], 2)
+    stats = _select(visible[..., None], stats, 0)
+    _append(history, counted, max_rollback, hashed, runs, documents, ids)
+    _append(conv, counted, max_rollback, visible, conv_runs, conv_documents, value, stats)
+    return out
+
+
+def _continue_runs(
+    ring: list[Tensor], document_ids: Tensor | None, ends: Tensor, past_ends: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Run and document of every token, int64 [B, T] each, counted on from the last position in the ring."""
+    position, _, visible, runs, documents = ring[:5]
+    new_runs, new_documents = (torch.empty_like(ends, dtype=torch.int64) for _ in range(2))
+    for b in range(ends.shape[0]):
+        end = int(position[b])
+        last = (end - 1) % runs.shape[1]
+        run, document = int(runs[b, last]), int(documents[b, last])
+        starts = end > 0 and past_ends is not None and bool(past_ends[b, last] & visible[b, last])
+        for t in range(ends.shape[1]):
+            here = document if document_ids is None else int(document_ids[b, t])
+            run += starts or (here != document and end + t > 0)
+            document, starts = here, bool(ends[b, t])
+            new_runs[b, t], new_documents[b, t] = run, document
+    return new_runs, new_documents
+
+
+def _last_positions(ring: list[Tensor], reach: int) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Payload, visible and runs of the `reach` positions before the next token, oldest first."""
+    position, _, visible, runs, _, *payload = ring
+    at = position[:, None] + torch.arange(-reach, 0, device=position.device)
+    slots, row = at % runs.shape[1], torch.arange(len(position), device=position.device)[:, None]
+    return [x[row, slots] for x in payload], visible[row, slots] & (at >= 0), runs[row, slots]
+
+
+def _append(
+    ring: list[Tensor], counted: list[int], max_rollback: int, visible: Tensor, runs: Tensor, documents: Tensor,
+    *payload: Tensor,
+) -> None:
+    position, room, *slots = ring
+    for b, length in enumerate(counted):
+        for t in range(length):
+            slot = (int(position[b]) + t) % slots[0].shape[1]
+            for to, x in zip(slots, (visible, runs, documents, *payload)):
+                to[b, slot] = x[b, t]
+        position[b] += length
+        room[b] = min(int(room[b]) + length, max_rollback)
+
+
 def _accumulate(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _round_once(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float64 to dtype. torch goes to half types by way of float32, which rounds twice unless the float32 number shows
+    that there was more: of the two around x the one that is odd in its last bit."""
+    near = x.float()
+    if dtype in (torch.bfloat16, torch.float16):
+        bits = near.view(torch.int32)
+        bits = bits - (near.double().abs() > x.abs()).int()     # now the one nearer to zero
+        inexact = near.double() != x
+        near = torch.where(x.isfinite() & inexact, bits | 1, near.view(torch.int32)).view(torch.float32)
+    return x if dtype == torch.float64 else near.to(dtype)
 
 
 def _rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -474,6 +676,32 @@ def _is_integer(x: Tensor) -> bool:
 def _check(condition: bool, op: str, expected: str, got: Tensor) -> None:
     if not condition:
         raise ValueError(f"{op}: {expected}, got {got.dtype} {list(got.shape)}")
+
+
+def _local_rows(
+    op: str, table: Tensor, rows: Tensor, row_begin: int | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Rows within the table, and which of them are to be read."""
+    _check(rows.dim() >= 1 and rows.dtype in (torch.int32, torch.int64), op, "rows must be int32/int64 [..., C]", rows)
+    _check_tokenwise(op, rows.shape[:-1], mask=mask)
+    if row_begin is not None and row_begin < 0:
+        raise ValueError(f"{op}: row_begin must be at least 0, got {row_begin}")
+    visible = torch.ones_like(rows, dtype=torch.bool) if mask is None else mask[..., None].expand(rows.shape)
+    begin = row_begin or 0
+    local = rows.long() - begin
+    inside = visible & (rows >= begin) & (local < table.shape[0])
+    if row_begin is None and not torch.equal(inside, visible):
+        wrong = rows[visible & ~inside][0].item()
+        raise IndexError(f"{op}: rows must be in [0, {table.shape[0]}), got {wrong}")
+    return local, inside
+
+
+def _check_frozen(op: str, dtype: torch.dtype, **tensors: Tensor) -> None:
+    if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{op}: dtype must be float64, float32, bfloat16 or float16, got {dtype}")
+    for name, tensor in tensors.items():
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise ValueError(f"{op}: {name} must not require a gradient, got requires_grad=True")
 
 
 def _check_gate_dtypes(op: str, hidden: Tensor, key: Tensor, value: Tensor) -> None:

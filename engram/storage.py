@@ -4,6 +4,7 @@ pages are huge; a big table takes minutes to draw, unless all cores do it."""
 import math
 import mmap
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -100,13 +101,56 @@ def fill_normal_(table: Tensor, std: float = 1.0) -> Tensor:
     plain = type(table.data) is Tensor and table.device.type == "cpu" and table.is_contiguous()
     if not plain or table.numel() <= DRAW_BLOCK:
         return torch.nn.init.normal_(table, std=std)
+    return fill_normal_pieces_(table, std, [(0, table.numel())], table.numel())
+
+
+@torch.no_grad()
+def fill_normal_pieces_(shard: Tensor, std: float, pieces: Sequence[tuple[int, int]], total: int) -> Tensor:
+    """What ``fill_normal_`` draws for a table on the CPU, of which `shard` holds only some pieces; nothing else is kept.
+
+    Afterwards torch's default generator is where it is after ``fill_normal_``. On another device the numbers come from
+    that device's generators, the same ones for any pieces.
+
+    Args:
+        shard: float tensor, contiguous; the elements of the pieces, one piece after the other; written in place.
+        std: standard deviation, at least 0.
+        pieces: ranges ``[begin, end)`` of the elements of the whole table.
+        total: elements of the whole table.
+
+    Returns:
+        shard.
+    """
+    flat, device = shard.detach().view(-1), shard.device
+    if total <= DRAW_BLOCK and device.type == "cpu":
+        whole = torch.nn.init.normal_(flat.new_empty(total), std=std)
+        return _keep(shard, [whole[begin:end] for begin, end in pieces])
     seed = int(torch.randint(2**62, ()))
 
-    def draw(block: tuple[int, Tensor]) -> None:
-        index, elements = block
-        elements.normal_(0, std, generator=torch.Generator().manual_seed(seed + index))
+    def draw(job: tuple[int, int, Tensor]) -> None:
+        index, begin, kept = job
+        size = min(DRAW_BLOCK, total - index * DRAW_BLOCK)
+        block = kept if kept.numel() == size else kept.new_empty(size)
+        block.normal_(0, std, generator=torch.Generator(device).manual_seed(seed + index))
+        if block is not kept:
+            kept.copy_(block[begin : begin + kept.numel()])
 
-    blocks = enumerate(table.detach().view(-1).split(DRAW_BLOCK))
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        list(pool.map(draw, blocks))
-    return table
+    jobs, at = [], 0
+    for begin, end in pieces:
+        while begin < end:
+            index, within = divmod(begin, DRAW_BLOCK)
+            count = min(DRAW_BLOCK - within, end - begin)
+            jobs.append((index, within, flat[at : at + count]))
+            begin, at = begin + count, at + count
+    if device.type == "cpu":
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(draw, jobs))
+    else:
+        for job in jobs:
+            draw(job)
+    return shard
+
+
+def _keep(shard: Tensor, parts: list[Tensor]) -> Tensor:
+    if parts:
+        shard.copy_(torch.cat(parts).view(shard.shape))
+    return shard

@@ -4,7 +4,8 @@ All of it is pure Python integers, so the constants of a layer never depend on t
 does not promise that its `Generator` streams stay the same, hence the stream is reproduced here.
 
 Source: `NgramHashMapping` of the official demo (deepseek-ai/Engram, `engram_demo_v1.py`); `SeedSequence`, `PCG64` and
-`Generator.integers` of numpy; PCG XSL-RR 128/64 (O'Neill, 2014); Lemire's bounded integers (arXiv 1805.10941).
+`Generator.integers` of numpy; PCG XSL-RR 128/64 (O'Neill, 2014); Lemire's bounded integers (arXiv 1805.10941); the
+n-gram embedding of `qwen4_exp` in transformers; SplitMix64 (Steele, Lea and Flood, 2014).
 """
 from functools import lru_cache
 from itertools import accumulate
@@ -15,53 +16,72 @@ MAX_HASHED_VOCAB_SIZE = 2**30 - 1  # beyond it numpy would draw from its 32-bit 
 
 _M32, _M64, _M128 = 2**32 - 1, 2**64 - 1, 2**128 - 1
 _LAYER_STRIDE = 10007
+_GAMMA = 0x9E3779B97F4A7C15  # of SplitMix64: 2**64 over the golden ratio
 # The first twelve primes decide every number below 3.3e24 (Sorenson and Webster, 2015).
 _WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 
 
-def layer_multipliers(layer_id: int, max_ngram_size: int, hashed_vocab_size: int, seed: int = 0) -> tuple[int, ...]:
-    """The multipliers of one layer, newest token first.
+def layer_multipliers(
+    layer_id: int, max_ngram_size: int, hashed_vocab_size: int, seed: int = 0, rule: str = "pcg64"
+) -> tuple[int, ...]:
+    """The multipliers of one layer, newest token first: `2 * r + 1`, `r` in `[0, half)`.
 
-    `r = default_rng(seed + 10007 * layer_id).integers(0, half, size=N)`, `multiplier = 2 * r + 1` with
-    `half = max(1, (INT64_MAX // V') // 2)`: odd, and small enough that `multiplier * id` stays below 2**63 for every
-    id in `[0, V')`.
+    With `half = max(1, (INT64_MAX // V') // 2)` they are odd, and small enough that `multiplier * id` stays below 2**63
+    for every id in `[0, V')`. With `s = seed + 10007 * layer_id`,
+
+        pcg64:       r = numpy.random.default_rng(s).integers(0, half, size=N)
+        splitmix64:  r[i] = mix(s + gamma * (i + 1)) % half, where mix adds gamma once more
 
     Args:
-        layer_id: >= 0, as listed in the configuration.
+        layer_id: >= 0, as listed in the configuration (or what stands for it there, see `EngramConfig.layer_seed`).
         max_ngram_size: N, how many multipliers to draw.
         hashed_vocab_size: V', the number of distinct ids that are hashed (the size of the compressed vocabulary).
         seed: >= 0.
+        rule: "pcg64" or "splitmix64".
 
     Returns:
         N integers.
 
     Raises:
-        ValueError: `hashed_vocab_size` outside `[1, 2**30)`, or a negative seed or layer id.
+        ValueError: `hashed_vocab_size` outside `[1, 2**30)`, a negative seed or layer id, or another rule.
     """
     if not 1 <= hashed_vocab_size <= MAX_HASHED_VOCAB_SIZE:
         raise ValueError(f"hashed_vocab_size must be in [1, 2**30), got {hashed_vocab_size}")
     if seed < 0 or layer_id < 0:
         raise ValueError(f"seed and layer_id must be >= 0, got seed {seed}, layer_id {layer_id}")
     half = max(1, (INT64_MAX // hashed_vocab_size) // 2)
-    stream = _Pcg64(seed + _LAYER_STRIDE * layer_id)
-    return tuple(2 * stream.below(half) + 1 for _ in range(max_ngram_size))
+    if rule not in ("pcg64", "splitmix64"):
+        raise ValueError(f"rule must be 'pcg64' or 'splitmix64', got {rule!r}")
+    start = seed + _LAYER_STRIDE * layer_id
+    if rule == "splitmix64":
+        drawn = [_splitmix64(start + _GAMMA * (i + 1)) % half for i in range(max_ngram_size)]
+    else:
+        stream = _Pcg64(start)
+        drawn = [stream.below(half) for _ in range(max_ngram_size)]
+    return tuple(2 * r + 1 for r in drawn)
 
 
 @lru_cache(maxsize=64)
-def prime_moduli(layers: int, heads_per_ngram: int, bases: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def prime_moduli(
+    layers: int, heads_per_ngram: int, bases: tuple[int, ...], unique: bool = True
+) -> tuple[tuple[int, ...], ...]:
     """Prime table sizes, unique over all layers, orders and heads.
 
     In layer order, then order 2..N, then head: the smallest prime that is at least the order's base, greater than the
-    prime of the head before, and not used yet. So the sizes of a layer depend on how many layers come before it.
+    prime of the head before, and not used yet. So the sizes of a layer depend on how many layers come before it. With
+    one base for all orders, column c of layer l gets the (l * C + c + 1)-th prime from the base on.
 
     Args:
         layers: L.
         heads_per_ngram: H.
         bases: per order 2..N the lower bound of the size of one head's table.
+        unique: False: unique over orders and heads of one layer only, all layers get the same sizes.
 
     Returns:
         L rows of C = (N - 1) * H primes, order-major, then head.
     """
+    if not unique:
+        return prime_moduli(1, heads_per_ngram, bases) * layers
     used: set[int] = set()
     moduli = []
     for _ in range(layers):
@@ -104,6 +124,14 @@ def is_prime(n: int) -> bool:
         else:
             return False
     return True
+
+
+def _splitmix64(x: int) -> int:
+    """One step of SplitMix64 from state `x`, modulo 2**64."""
+    x = x + _GAMMA & _M64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _M64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _M64
+    return x ^ x >> 31
 
 
 class _Pcg64:

@@ -72,7 +72,7 @@ class TokenMap:
             ImportError: the `tokenizers` package is missing.
             FileNotFoundError: no such file.
             TypeError: a tokenizer of another kind.
-            ValueError: a file that is no tokenizer, or a `vocab_size` smaller than the tokenizer's.
+            ValueError: a file that is no tokenizer, a tokenizer without tokens, or a `vocab_size` smaller than its own.
 
         Source: `CompressedTokenizer` of `engram_demo_v1.py`, in the form of DeepSeek-V4.1 (backend decoder).
         """
@@ -82,7 +82,9 @@ class TokenMap:
             raise ImportError(_INSTALL) from error
         tokenizer = _backend(tokenizer, tokenizers.Tokenizer)
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        known = max(vocabulary.values(), default=-1) + 1
+        if not vocabulary:
+            raise ValueError("TokenMap: the tokenizer has no tokens")
+        known = max(vocabulary.values()) + 1
         if vocab_size is None:
             vocab_size = known
         elif vocab_size < known:

@@ -261,6 +261,8 @@ def test_goals_take_the_better_of_a_group():
     (dict(op="embedding", row_bytes=128), {"share of copy bandwidth": 85}),
     (dict(op="embedding", row_bytes=64), {"share of copy bandwidth": 70}),
     (dict(op="embedding", direction=works.BACKWARD), {}),
+    (dict(op="embedding_fp8"), {"share of copy bandwidth": 70}),
+    (dict(op="embedding_int8"), {"share of copy bandwidth": 70}),
     (dict(op="module"), {}),
 ])
 def test_goals_of_a_gpu(changes, wanted):

@@ -56,6 +56,20 @@ def no_difference(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
+def test_plan(capsys):
+    status, lines, _ = call(capsys, "plan", "--preset", "demo", "--ranks", 3, "--tokens", 100, "--dtype", "float32", "--json")
+    record = json.loads(lines[-1])
+    assert status == 0 and [plan["sharding"] for plan in record["plans"]] == ["rows", "heads", "strided-heads"]
+    assert "demo: layers 1, 15, 16 heads each, 20,692,406 rows of 64 x float32, 5.3 GB" in lines[0]
+    assert any(line.split()[-6:] == ["1.77", "GB", "1.99", "GB", "1.99", "GB"] for line in lines)
+    for options, message in (
+        (["--preset", "nope"], "preset must be one of"), (["--ranks", 0], "ranks must be at least 1, got 0"),
+        (["--optimizer", "adam"], "optimizer must be one of"), (["--bandwidth", 0], "bandwidth must be positive"),
+    ):
+        status, _, error = call(capsys, "plan", *options)
+        assert status == 2 and message in error and error.count("\n") == 1
+
+
 # report and check
 
 

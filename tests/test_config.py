@@ -57,7 +57,20 @@ SMALL = dict(hidden_size=16, vocab_size=100)
     (dict(conv_init="ones"), "conv_init must be one of 'zeros', 'default', got 'ones'"),
     (dict(table_std=-0.1), "table_std must be a finite number >= 0, got -0.1"),
     (dict(table_std=float("inf")), "table_std must be"),
-    (dict(table_dtype=torch.int8), "table_dtype must be None or one of float64, float32, bfloat16, float16"),
+    (dict(table_dtype=torch.int16), "table_dtype must be None or one of float64, float32, bfloat16, float16, "
+     "float8_e4m3fn, int8, got torch.int16"),
+    (dict(table_dtype="int8", sparse_grad=True), "sparse_grad must be False with a quantised table_dtype, .* got True"),
+    (dict(row_multiple=0), "row_multiple must be an integer >= 1, got 0"),
+    (dict(unique_primes=None), "unique_primes must be True or False, got None"),
+    (dict(shared_norms=1), "shared_norms must be True or False, got 1"),
+    (dict(zero_centred_norms=1), "zero_centred_norms must be True or False, got 1"),
+    (dict(residual="yes"), "residual must be True or False, got 'yes'"),
+    (dict(multiplier_rule="mt19937"), "multiplier_rule must be one of 'pcg64', 'splitmix64', got 'mt19937'"),
+    (dict(layer_seed=True), "layer_seed must be one of 'id', 'index', 'none', got True"),
+    (dict(hash_input="ids"), "hash_input must be one of 'tokens', 'positions', got 'ids'"),
+    (dict(gate=None), "gate must be one of 'context', 'none', got None"),
+    (dict(layout="hybrid-layer"), "layout must be one of 'engram', 'hybrid', got 'hybrid-layer'"),
+    (dict(reference_keys="v2"), "reference_keys must be one of 'demo', 'deepseek-v4.1', 'qwen3.8', .* got 'v2'"),
     (dict(table_dtype="float8"), "table_dtype must be .* got 'float8'"),
     (dict(moduli=7), "moduli must be 2 rows of 16"),
     (dict(moduli=[[7] * 16]), r"moduli must be 2 rows \(layers\) of 16 integers"),
@@ -98,6 +111,9 @@ def test_derived():
     dict(table_dtype=torch.bfloat16, norm_eps=1e-20, boundary="eos", eos_id=7, sparse_grad=True),
     dict(table_size=(10, 20), layer_ids=(4, 2), dilation=1, kernel_size=0, table_std=0),
     dict(heads_per_ngram=1, moduli=((5, 7), (11, 2))),
+    dict(table_dtype=torch.float8_e4m3fn, multiplier_rule="splitmix64", layer_seed="index", hash_input="positions",
+         row_multiple=128, unique_primes=False, gate="none", shared_norms=True, zero_centred_norms=True, residual=True,
+         layout="hybrid", reference_keys="qwen3.8"),
 ])
 def test_json_round_trip(values):
     config = EngramConfig(**SMALL, **values)
@@ -133,8 +149,47 @@ def test_presets():
     assert small.hidden_size == 32 and small.table_size == (5, 9) and small.branches == 4
 
 
+def test_preset_of_deepseek_v41():
+    config = EngramConfig.preset("deepseek-v4.1-flash")
+    assert (config.hidden_size, config.branches, config.memory_width, config.layer_ids) == (5120, 4, 6144, (1, 14))
+    assert (config.max_ngram_size, config.heads_per_ngram, config.embed_dim_per_head) == (4, 8, 256)
+    assert (config.vocab_size, config.compressed_vocab_size, config.pad_id) == (129280, 99092, 2)
+    assert (config.kernel_size, config.bias, config.norm_eps, config.residual) == (0, False, 1e-20, True)
+    assert config.zero_rule == "copysign" and config.boundary == "none" and config.mask_blocks_hash
+    assert config.table_dtype is torch.float8_e4m3fn and config.multiplier_rule == "pcg64" and config.layer_seed == "id"
+
+
+def test_preset_of_qwen():
+    config = EngramConfig.preset("qwen3.8-flash-next")
+    assert (config.hidden_size, config.branches, config.memory_width) == (2560, 4, 2560)
+    assert (config.vocab_size, config.compressed_vocab_size) == (248320, None)
+    assert config.pad_id == config.eos_id == 248044 and config.boundary == "eos"
+    assert (config.kernel_size, config.conv_dilation, config.bias, config.norm_eps) == (4, 3, False, 1e-6)
+    assert (config.conv_norm_eps, config.zero_centred_norms, config.row_multiple) == (1e-6, True, 128)
+    assert not (config.conv_reset or config.mask_blocks_hash or config.residual)
+    assert config.multiplier_rule == "splitmix64" and config.layer_seed == "index" and config.seed == 1234
+
+
+def test_preset_of_the_hybrid_layer():
+    with pytest.raises(ValueError, match="EngramConfig needs hidden_size, vocab_size"):
+        EngramConfig.preset("hybrid-layer")
+    config = EngramConfig.preset("hybrid-layer", hidden_size=24, vocab_size=101)
+    assert (config.table_size, config.max_ngram_size, config.heads_per_ngram) == (101, 3, 4)
+    assert (config.embed_dim_per_head, config.kernel_size, config.seed, config.pad_id) == (32, 4, 42, 0)
+    assert config.layer_seed == "none" and not config.unique_primes and not config.bias and config.layout == "hybrid"
+    assert config.compressed_vocab_size is None
+    assert EngramConfig.preset("hybrid-layer", hidden_size=24, vocab_size=101, table_size=7).table_size == 7
+
+
+def test_preset_of_the_branch_gate():
+    config = EngramConfig.preset("branch-gate", hidden_size=20, vocab_size=64)
+    assert config.bias and config.shared_norms and config.kernel_size == 0 and config.branches == 4
+    assert config.norm_eps is None and not config.residual and config.zero_rule == "sign"
+
+
 def test_unknown_preset_and_override():
-    with pytest.raises(ValueError, match="preset must be one of demo, paper-27b, paper-40b, got 'demos'"):
+    names = "demo, paper-27b, paper-40b, deepseek-v4.1-flash, qwen3.8-flash-next, hybrid-layer, branch-gate"
+    with pytest.raises(ValueError, match=f"preset must be one of {names}, got 'demos'"):
         EngramConfig.preset("demos")
     with pytest.raises(ValueError, match="no field hidden"):
         EngramConfig.preset("demo", hidden=3)

@@ -8,7 +8,9 @@ import engram
 import pytest
 import torch
 from engram import ops, reference
-from samples import DEVICES, DIFFERENTIABLE, DTYPES, HALF_DTYPES, each_sample, named, relative_error, results_of, to_double
+from samples import (
+    DEVICES, DIFFERENTIABLE, DTYPES, HALF_DTYPES, bits, each_sample, named, relative_error, results_of, to_double,
+)
 
 # Norm-wise. A half result is the float32 result rounded once: at most the unit roundoff, 2**-8 and 2**-11.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -17,7 +19,8 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8, t
 def assert_unchanged(inputs: dict, fresh: dict) -> None:
     for name, value in fresh.items():
         if isinstance(value, torch.Tensor):
-            assert torch.equal(inputs[name], value), f"{name} was written to"
+            kind = torch.uint8 if value.dtype.itemsize == 1 else value.dtype       # float8 cannot be compared
+            assert torch.equal(inputs[name].view(kind), value.view(kind)), f"{name} was written to"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -44,6 +47,18 @@ def test_integer_ops(op, sample, device):
         assert out.dtype == torch.int64 and out.is_contiguous()
         assert torch.equal(out, expected)
     assert_unchanged(inputs, sample(device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op, sample", each_sample("embedding_fp8", "embedding_int8"), ids=str)
+def test_scaled_lookups(op, sample, dtype, device):
+    """To the bit, for there is one rounding."""
+    inputs = sample(device, dtype)
+    out = getattr(ops, op)(**inputs)
+    assert out.dtype == dtype and out.device.type == device and out.is_contiguous()
+    assert torch.equal(bits(out), bits(getattr(reference, op)(**inputs)))
+    assert_unchanged(inputs, sample(device, dtype))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -119,8 +134,10 @@ def test_every_instruction_set(isa):
     here = Path(__file__).parent
     again = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(here / "test_forward.py"),
-         str(here / "test_gradients.py"),
-         "-k", "integer_ops or (float_ops or row_ops or against_float64) and (width or mixed or mask or long) and not dtype0"],
+         str(here / "test_gradients.py"), str(here / "ops" / "test_embedding_fp8.py"),
+         str(here / "ops" / "test_embedding_int8.py"),
+         "-k", "integer_ops or scaled_lookups or every_pair or every_product or "
+               "(float_ops or row_ops or against_float64) and (width or mixed or mask or long) and not dtype0"],
         env=environment, cwd=here.parent, capture_output=True, text=True)
     assert again.returncode == 0, again.stdout[-3000:]
 

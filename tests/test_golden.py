@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engram import EngramConfig, TokenMap, nn, ops, tables
+from engram import EngramConfig, TokenMap, nn, ops
 
 DATA = Path(__file__).parent / "data"
 CONSTANTS = json.loads((DATA / "constants.json").read_text())
@@ -76,31 +76,31 @@ def test_hash_of_wrapped_products():
         assert rows[index].equal(golden[f"a_wrap_hash_{layer}"] + golden[f"a_offsets_{layer}"])
 
 
-def constants_of(moduli, multipliers):
-    moduli = torch.tensor(moduli).flatten(1)
-    return torch.tensor(multipliers), moduli, torch.tensor([tables.row_offsets(row) for row in moduli.tolist()])
-
-
 def test_hash_of_deepseek_v41():
     golden, published = load("hash_real_configs"), CONSTANTS["deepseek_v4_1_flash"]
-    multipliers, moduli, offsets = constants_of(list(published["primes"].values()),
-                                                list(published["multipliers"].values()))
-    windows = golden["v41_windows"]  # already compressed; column 0 is the current token: hashed as four-token sequences
-    pad = int(published["pad_token_id"])
-    rows = ops.ngram_hash(windows.flip(1), multipliers, moduli, offsets, pad_id=pad)[:, :, -1]
+    config = EngramConfig.preset("deepseek-v4.1-flash")
+    size = config.compressed_vocab_size
+    # The windows are compressed already: a map that leaves them alone, and is of the real size.
+    module = nn.NgramHash(config, TokenMap(np.arange(config.vocab_size).clip(max=size - 1)))
+    assert module.multipliers.tolist() == [published["multipliers"][str(layer)] for layer in config.layer_ids]
+    assert module.moduli.tolist() == [sum(published["primes"][str(layer)], []) for layer in config.layer_ids]
+    assert module.moduli.sum(1).tolist() == published["table_rows"] == [384006168, 384016682]
+    windows = golden["v41_windows"]  # column 0 is the current token: hashed as four-token sequences
+    rows = module(windows.flip(1))[:, :, -1]
     assert rows[0].equal(golden["v41_rows_1"]) and rows[1].equal(golden["v41_rows_14"])
-    # The module comes to the same constants by itself.
-    module = nn.NgramHash(EngramConfig(
-        hidden_size=8, vocab_size=129280, compressed_vocab_size=99092, max_ngram_size=4, table_size=16_000_000,
-        layer_ids=(1, 14),
-    ))
-    assert module.multipliers.equal(multipliers) and module.moduli.equal(moduli) and module.offsets.equal(offsets)
+
+
+def v41_config(**values):
+    """The published dialect in the sizes of v41.npz."""
+    return EngramConfig.preset("deepseek-v4.1-flash", hidden_size=48, vocab_size=553, compressed_vocab_size=442,
+                               heads_per_ngram=2, embed_dim_per_head=64, table_size=64, **values)
 
 
 def test_hash_of_v41_with_mask_and_packed_documents():
     golden = load("v41")
-    constants = dict(multipliers=golden["multipliers"], moduli=golden["primes"].flatten(1), offsets=golden["offsets"],
-                     token_map=golden["lookup"].int(), pad_id=2)
+    module = nn.NgramHash(v41_config(), TokenMap(golden["lookup"]))
+    assert module.multipliers.equal(golden["multipliers"]) and module.moduli.equal(golden["primes"].flatten(1))
+    assert module.offsets.equal(golden["offsets"])
     ids = golden["ids"]
     for expected, options in {
         "hash_nomask": {},
@@ -108,8 +108,7 @@ def test_hash_of_v41_with_mask_and_packed_documents():
         # There, sequence 0 is padding.
         "hash_packed_nemo": dict(document_ids=golden["sequence_ids"], mask=golden["sequence_ids"] != 0),
     }.items():
-        rows = ops.ngram_hash(ids, **constants, **options).permute(1, 2, 0, 3)
-        assert rows.equal(golden[expected]), expected
+        assert module(ids, **options).permute(1, 2, 0, 3).equal(golden[expected]), expected
     assert not golden["hash_packed_nemo"].equal(golden["hash_nomask"])
     assert not golden["hash"].equal(golden["hash_nomask"])
 
@@ -121,19 +120,12 @@ def test_hash_of_frankenstein():
     assert rows[0].equal(golden["hash"])
 
 
-def qwen_hash(multipliers, moduli, eos_id, vocab_size):
-    """A Qwen PLE hash: raw ids, documents end at EOS, what lies before them reads as EOS."""
-    module = nn.NgramHash(EngramConfig(
-        hidden_size=8, vocab_size=vocab_size, max_ngram_size=3, heads_per_ngram=len(moduli) // 2, layer_ids=(0,),
-        moduli=(tuple(moduli),), pad_id=eos_id, boundary="eos", eos_id=eos_id, mask_blocks_hash=False,
-    ))
-    module.load_state_dict(module.state_dict() | {"multipliers": torch.tensor([multipliers])})
-    return module
-
-
 def test_hash_of_qwen():
     golden, published = load("hash_real_configs"), CONSTANTS["qwen3_8_flash_next"]
-    module = qwen_hash(published["multipliers"], published["primes"], int(golden["qwen_eos"]), published["vocab"])
+    config = EngramConfig.preset("qwen3.8-flash-next")
+    module = nn.NgramHash(config)
+    assert config.eos_id == golden["qwen_eos"] and config.vocab_size == published["vocab"]
+    assert module.multipliers.tolist() == [published["multipliers"]] and module.moduli.tolist() == [published["primes"]]
     ids = golden["qwen_ids"][None]
     assert (ids == golden["qwen_eos"]).any()
     assert module(ids)[0, 0].equal(golden["qwen_rows"])
@@ -146,9 +138,9 @@ def test_hash_of_qwen():
 
 
 def demo_module(golden, dtype):
-    config = EngramConfig(
-        hidden_size=16, branches=4, vocab_size=len(LOOKUP), compressed_vocab_size=442, heads_per_ngram=4,
-        embed_dim_per_head=4, table_size=(97, 101), layer_ids=(1, 15), conv_init="default",
+    config = EngramConfig.preset(
+        "demo", hidden_size=16, vocab_size=len(LOOKUP), compressed_vocab_size=442, heads_per_ngram=4,
+        embed_dim_per_head=4, table_size=(97, 101),
     )
     module = nn.Engram(config, 15, token_map=TokenMap(LOOKUP), dtype=dtype)
     module.load_reference_state_dict({name: tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -216,39 +208,90 @@ def test_module_residual_and_shared_rows():
     assert module(hidden, rows=rows).equal(out)
 
 
+def test_decoding_of_the_demo():
+    """Token by token, with a state: outputs, and the history that the published decoder keeps (in compressed ids)."""
+    golden, weights = load("module_v1_decode_fp64"), load("module_v1_fp64")
+    module = demo_module(weights, torch.float64)
+    state = module.init_state(2)
+    for t in range(golden["ids"].shape[1]):
+        out = module(golden["hidden"][:, t:t + 1], golden["ids"][:, t:t + 1], state=state)
+        assert relative(out, golden["output"][:, t:t + 1]) < 1e-12
+        before, _, there = state.history.before(state.history.marks(None, golden["ids"][:, :1]).runs, None)
+        kept = module.hash.token_map[torch.where(there[:, :2], before["ids"], module.config.pad_id)]
+        assert kept.equal(golden["hist_after"][:, t].int())
+
+
 def test_layer_of_qwen():
     golden = load("qwen4_ple_fp32")
     weights = part(golden, "sd.")
-    branches, size, eos_id = 4, 24, 7
-    vocab_size = int(golden["ids"].max()) + 1
-    config = EngramConfig(
-        hidden_size=size, branches=branches, vocab_size=vocab_size, heads_per_ngram=4, embed_dim_per_head=4,
-        layer_ids=(0,), moduli=(tuple(weights["ple_embedding.ngram_heads_vocab_sizes"].tolist()),), pad_id=eos_id,
-        boundary="eos", eos_id=eos_id, conv_reset=False, mask_blocks_hash=False, bias=False, norm_eps=1e-6,
-        conv_norm_eps=1e-6,
+    config = EngramConfig.preset(
+        "qwen3.8-flash-next", hidden_size=24, vocab_size=300, heads_per_ngram=4, embed_dim_per_head=4, table_size=64,
+        layer_ids=(0, 4), pad_id=7, eos_id=7, table_dtype=None,
     )
-    module = nn.Engram(config, 0)
-    table_rows = sum(config.moduli[0])
-    state = module.state_dict()
-    state |= {
-        "hash.multipliers": weights["ple_embedding.layer_multipliers"][None],
-        "hash.offsets": weights["ple_embedding.ngram_heads_offsets"][None],
-        # The published table is padded to a multiple of 128 rows.
-        "embedding.weight": weights["ple_embedding.ngram_embedding.weight"][:table_rows],
-        "key_proj.weight": weights["key_proj.weight"],
-        "value_proj.weight": weights["value_proj.weight"],
-        "gate.hidden_weight": 1 + weights["norm_query.weight"].view(branches, size),
-        "gate.key_weight": 1 + weights["norm_key.weight"].view(branches, size),
-        "conv.weight": weights["conv1d.weight"].view(branches, size, -1),
-        "conv.norm_weight": 1 + weights["norm_conv.weight"].view(branches, size),
-    }
-    module.load_state_dict(state)
-    hidden = golden["hidden"].unflatten(-1, (branches, size))
+    module = nn.Engram(config, 4)
+    module.load_reference_state_dict(weights)  # its hash constants are compared
+    hidden = golden["hidden"].unflatten(-1, (4, 24))
     assert module.hash(golden["ids"])[0].equal(golden["ngram_ids"])
     assert relative(module(hidden, golden["ids"]).flatten(-2), golden["out"]) < 1e-5
     mask = golden["conv_mask"].bool()
     assert not mask.all()
     assert relative(module(hidden, golden["ids"], mask=mask).flatten(-2), golden["out_masked"]) < 1e-5
+    written = module.to_reference_state_dict()
+    assert written.keys() == weights.keys() and all(written[name].equal(weights[name]) for name in weights)
+
+
+def v41_module(golden, table_dtype):
+    module = nn.Engram(v41_config(table_dtype=table_dtype), 1, token_map=TokenMap(golden["lookup"]),
+                       dtype=torch.bfloat16)
+    module.load_reference_state_dict({
+        "embed.weight": golden["table_fp8_bytes"].view(torch.float8_e4m3fn),
+        "embed.scale": golden["table_e8m0_bytes"].view(torch.float8_e8m0fnu),
+        "wkv.weight": golden["wkv_bf16"], "q_weight": golden["q_weight_bf16"], "k_weight": golden["k_weight_bf16"],
+    })
+    return module
+
+
+@pytest.mark.parametrize("table_dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32])
+def test_layer_of_v41(table_dtype):
+    golden = load("v41")
+    module, mask = v41_module(golden, table_dtype), golden["token_mask"]
+    rows = module.hash(golden["ids"], mask=mask)
+    assert rows[0].equal(golden["hash"][:, :, 0])
+    assert module.embedding(rows[0]).bfloat16().equal(golden["emb_bf16"])
+    out = module(golden["x_bf16"], golden["ids"], mask=mask)
+    # One token's key and value are set to zero in the file, for the gate alone.
+    zeroed = golden["kv_bf16"].eq(0).all(-1)
+    assert zeroed.sum() == 1
+    # The products' sums, of another BLAS, are rounded to bfloat16.
+    assert out.dtype == torch.bfloat16 and relative(out[~zeroed], golden["out_bf16"][~zeroed]) < 0.005
+    assert out[~mask].equal(golden["x_bf16"][~mask])
+
+
+def test_table_of_v41_with_extreme_scales():
+    golden = load("v41")
+    probe = golden["dequant_probe_rows_bf16"]
+    module = v41_module(golden, torch.float8_e4m3fn)
+    module.embedding.scales.copy_(golden["e8m0_bytes_extreme"].view(torch.float8_e8m0fnu))
+    rows = torch.arange(len(probe))
+    assert rows.numel() == 8
+    assert module.embedding(rows[:, None].expand(-1, 6))[:, 0].equal(probe)
+
+
+def test_layer_of_the_branch_gate():
+    golden = load("blog_gate")
+    branches, size = golden["x_res"].shape[-2:]
+    batch, tokens, width = golden["e"].shape
+    # The golden file begins with the looked up memory: a table of it, each position reading its own row.
+    config = EngramConfig.preset("branch-gate", hidden_size=size, vocab_size=64, heads_per_ngram=2,
+                                 embed_dim_per_head=width // 4, moduli=[[batch * tokens] * 4])
+    module = nn.Engram(config, 1)
+    table = golden["e"].view(batch * tokens, 4, -1).transpose(0, 1).flatten(0, 1)
+    weights = part(golden, "sd.")
+    module.load_reference_state_dict(weights | {"multi_head_embedding.embedding.weight": table})
+    rows = torch.arange(batch * tokens).view(1, batch, tokens, 1) + module.hash.offsets[0]
+    assert module.embedding(rows[0]).flatten(-2).equal(golden["e"])
+    assert module.gate.hidden_weight.shape == (size,)
+    assert relative(module(golden["x_res"], rows=rows), golden["gated_value"]) < 1e-5
 
 
 # ---------------------------------------------------------------------------------------------------------- gate
@@ -269,32 +312,22 @@ def test_gate_of_tilekernels():
             assert relative(out, golden["out"]) < 0.005
 
 
+def test_table_of_v41():
+    golden = load("v41")
+    values = golden["table_fp8_bytes"].view(torch.float8_e4m3fn)
+    scales, extreme = (golden[name].view(torch.float8_e8m0fnu) for name in ("table_e8m0_bytes", "e8m0_bytes_extreme"))
+    found = ops.embedding_fp8(values, scales, golden["hash"][:, :, 0])
+    assert found.view(torch.int16).equal(golden["emb_bf16"].view(torch.int16))
+    probe = golden["dequant_probe_rows_bf16"]       # the first rows, under scales of 2**-127, 2**-126 and 2**127
+    found = ops.embedding_fp8(values, extreme, torch.arange(len(probe)))
+    assert found.view(torch.int16).equal(probe.view(torch.int16))
+
+
 def test_gate_of_v41():
     golden = load("v41")
+    module, mask = v41_module(golden, torch.float8_e4m3fn), golden["token_mask"]
     branches, size = golden["x_bf16"].shape[-2:]
     key, value = golden["kv_bf16"].split([branches * size, size], -1)
-    arguments = (golden["x_bf16"], key.unflatten(-1, (branches, size)), value, golden["q_weight_bf16"],
-                 golden["k_weight_bf16"])
-    out = ops.gate(*arguments, eps=float(golden["eps"]), zero_rule="copysign", mask=golden["token_mask"], residual=True)
-    assert out.dtype == torch.bfloat16
-    expected = golden["out_bf16"]
-    # Summed in another order, so a value may round to the neighbour, no further.
-    assert (out.view(torch.int16).int() - expected.view(torch.int16).int()).abs().max() <= 1
-    assert (out != expected).float().mean() < 0.01
-    masked = ~golden["token_mask"]
-    assert masked.any() and out[masked].equal(golden["x_bf16"][masked])
-
-
-def test_gate_of_the_blog():
-    golden = load("blog_gate")
-    weights = part(golden, "sd.")
-    branches, size = golden["x_res"].shape[-2:]
-    rows = golden["e"]
-    key = torch.stack([
-        torch.nn.functional.linear(rows, weights[f"W_K.{g}.weight"], weights[f"W_K.{g}.bias"]) for g in range(branches)
-    ], -2)
-    value = torch.nn.functional.linear(rows, weights["W_V.weight"], weights["W_V.bias"])
-    # One norm for all branches.
-    shared = [weights[name].expand(branches, size) for name in ("norm_h.weight", "norm_k.weight")]
-    out = ops.gate(golden["x_res"], key, value, *shared, eps=torch.finfo(torch.float32).eps)
-    assert relative(out, golden["gated_value"]) < 1e-5
+    out = module.gate(golden["x_bf16"], key.unflatten(-1, (branches, size)), value, mask=mask, residual=True)
+    assert out.dtype == torch.bfloat16 and out.equal(golden["out_bf16"])
+    assert not mask.all() and out[~mask].equal(golden["x_bf16"][~mask])

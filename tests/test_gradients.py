@@ -248,3 +248,31 @@ def test_every_sample_has_a_gradient_to_check():
     for op, names in DIFFERENTIABLE.items():
         for name in names:
             assert any(sample()[name] is not None and sample()[name].numel() for sample in SAMPLES[op]), (op, name)
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_forward_mode_is_refused(op):
+    """Not answered with tangents of zero."""
+    inputs = named(op, "plain")[0]("cpu", torch.float64)
+    with torch.autograd.forward_ad.dual_level():
+        name = DIFFERENTIABLE[op][0]
+        inputs[name] = torch.autograd.forward_ad.make_dual(inputs[name].detach(), torch.ones_like(inputs[name]))
+        with pytest.raises((RuntimeError, NotImplementedError), match="forward|jvp"):
+            getattr(ops, op)(**inputs)
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_calls_with_and_without_gradient_agree_with_the_bare_operator(op):
+    """The public function has a way of its own past torch.library's autograd kernel."""
+    inputs = named(op, "plain")[0]("cpu", torch.float64)
+    wanted = leaves(op, inputs)
+    out, grad_out, grads = run(getattr(ops, op), inputs, wanted)
+    with torch.no_grad():
+        assert torch.equal(getattr(ops, op)(**inputs), out)
+
+    def traced(**tensors):
+        return getattr(ops, op)(**tensors)
+
+    compiled = torch.compile(traced, fullgraph=True, backend="aot_eager")
+    other, _, others = run(compiled, inputs, wanted, grad_out)
+    assert torch.equal(other, out) and all(torch.equal(others[name], grads[name]) for name in wanted)

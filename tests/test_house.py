@@ -188,7 +188,7 @@ def test_no_leftovers():
     # Put together here, so that this file does not find itself.
     words = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "X" + "XX", "HA" + "CK"]) + r")\b")
     folders = re.compile("|".join(f"/{name}/" for name in ("wo" + "rk", "ho" + "me", "ro" + "ot")))
-    texts = [*sources(ROOT / "csrc"), *(p for folder in ("engram", "tests", "benchmarks", ".ci")
+    texts = [*sources(ROOT / "csrc"), *(p for folder in ("engram", "tests", "benchmarks", "examples", ".ci")
                                         for p in (ROOT / folder).rglob("*.py"))]
     named = ("README.md", "CONTRIBUTING.md", "setup.py", "pyproject.toml", "CMakeLists.txt", ".ci/run")
     texts += [ROOT / name for name in named if (ROOT / name).exists()]

@@ -8,13 +8,13 @@ import torch
 
 import engram
 from engram.models.generation import generate, generate_speculatively
-from engram.models.lm import DecodingState, LanguageModel, LanguageModelConfig
+from engram.models.lm import MIXINGS, DecodingState, LanguageModel, LanguageModelConfig, ManifoldResidual, sinkhorn
 
 V, D, T = 60, 32, 24
 MAP = engram.TokenMap([i % 50 for i in range(V)])
 
 
-def build(branches=1, with_engram=True, seed=0, **options):
+def build(branches=1, with_engram=True, seed=0, mixing="static", **options):
     common = dict(vocab_size=V, hidden_size=D, branches=branches)
     memory = None
     if with_engram:
@@ -22,7 +22,7 @@ def build(branches=1, with_engram=True, seed=0, **options):
             **common, heads_per_ngram=2, embed_dim_per_head=4, table_size=53, layer_ids=(0, 1), pad_id=0, **options
         )
     torch.manual_seed(seed)
-    model = LanguageModel(LanguageModelConfig(**common, layers=2, heads=2, engram=memory), MAP)
+    model = LanguageModel(LanguageModelConfig(**common, layers=2, heads=2, engram=memory, mixing=mixing), MAP)
     return model.double()
 
 
@@ -60,12 +60,88 @@ def test_same_backbone_with_and_without_engram(branches):
     assert not torch.equal(plain["embedding.weight"], build(branches, False, seed=1).state_dict()["embedding.weight"])
 
 
-def test_four_streams_start_as_the_plain_residual():
+@pytest.mark.parametrize("mixing", MIXINGS)
+def test_four_streams_start_as_the_plain_residual(mixing):
     tokens = ids(2, T)
-    wide, plain = build(4, False), build(1, False)
+    wide, plain = build(4, False, mixing=mixing), build(1, False)
     missing = wide.load_state_dict(plain.state_dict(), strict=False)
     assert not missing.unexpected_keys and all("residual" in name for name in missing.missing_keys)
     torch.testing.assert_close(wide(tokens), plain(tokens), rtol=1e-10, atol=1e-10)
+
+
+def manifold_residual(branches=4):
+    """With coefficients that differ from token to token."""
+    torch.manual_seed(0)
+    residual = ManifoldResidual(branches, D, index=1).double()
+    with torch.no_grad():
+        residual.weight.normal_(std=0.05)
+        residual.scale.add_(torch.tensor([1.0, -0.8, 0.6]))
+        for parameter in (residual.read, residual.write, residual.mix):
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    return residual
+
+
+@pytest.mark.parametrize("branches", [2, 4])
+def test_manifold_residual_is_the_formula(branches):
+    residual = manifold_residual(branches)
+    h = torch.randn(2, 3, branches, D, dtype=torch.float64, requires_grad=True)
+    out = residual(h, torch.tanh)
+    for b in range(2):
+        for t in range(3):
+            x = h[b, t].flatten()
+            y = residual.weight @ (x / (x.square().mean() + 1e-6).sqrt())
+            read, write, mix = y[:branches], y[branches : 2 * branches], y[2 * branches :].view(branches, branches)
+            read = 1 / (1 + (-residual.scale[0] * read - residual.read).exp())
+            write = 2 / (1 + (-residual.scale[1] * write - residual.write).exp())
+            mix = (residual.scale[2] * mix + residual.mix).exp()
+            mix = mix / mix.sum(1, keepdim=True)
+            for _ in range(20):
+                mix = mix / mix.sum(0, keepdim=True)
+                mix = mix / mix.sum(1, keepdim=True)
+            expected = mix @ h[b, t] + write[:, None] * torch.tanh(read @ h[b, t])
+            torch.testing.assert_close(out[b, t], expected, rtol=2e-4, atol=2e-4)
+    out.square().mean().backward()
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in (h, *residual.parameters()))
+
+
+def test_manifold_mixing_is_doubly_stochastic():
+    _, _, mix = manifold_residual().coefficients(torch.randn(2, 5, 4, D, dtype=torch.float64))
+    assert (mix > 0).all() and mix.std((0, 1)).min() > 1e-3  # each token has its own
+    torch.testing.assert_close(mix.sum(-1), torch.ones(2, 5, 4, dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(mix.sum(-2), torch.ones(2, 5, 4, dtype=torch.float64), rtol=0, atol=2e-2)
+    even = sinkhorn(torch.randn(50, 4, 4, dtype=torch.float64))
+    torch.testing.assert_close(even.sum(-2), torch.ones(50, 4, dtype=torch.float64), rtol=0, atol=1e-4)
+    extreme = sinkhorn(torch.tensor([[500.0, 0.0], [500.0, 0.0]]))
+    torch.testing.assert_close(extreme, torch.full((2, 2), 0.5))
+
+
+def test_manifold_streams_learn_to_differ():
+    """The streams begin alike; every parameter moves nonetheless."""
+    model, tokens = build(4, False, mixing="manifold"), ids(2, T)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for _ in range(2):  # scale waits for weight to leave zero
+        optimizer.zero_grad()
+        model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+    assert not [name for name, p in model.named_parameters() if torch.equal(p, start[name])]
+    write = model.blocks[0].attention_residual.write
+    assert (write - write.mean()).abs().max() > 0
+
+
+@pytest.mark.parametrize("mixing", MIXINGS)
+def test_autocast_does_not_round_the_streams(mixing):
+    model = build(4, False, mixing=mixing).float()
+    h = torch.randn(1, 3, 4, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model.blocks[0].mlp_residual(h, torch.zeros_like)
+    expected = model.blocks[0].mlp_residual(h, torch.zeros_like)
+    assert out.dtype == torch.float32 and torch.equal(out, expected)
+
+
+def test_mlp_size():
+    config = LanguageModelConfig(vocab_size=V, hidden_size=D, layers=1, heads=2, mlp_size=5)
+    assert LanguageModel(config).blocks[0].mlp.down.weight.shape == (D, 5)
 
 
 def test_engram_changes_the_output():
@@ -104,6 +180,8 @@ def test_documents_in_a_row_do_not_see_each_other(branches):
         (dict(hidden_size=30), "hidden_size 30 must be a multiple of 2 \\* heads = 8"),
         (dict(branches=4), "engram.branches is 1, the model's 4"),
         (dict(vocab_size=V + 1), "engram.vocab_size is 60, the model's 61"),
+        (dict(mixing="dynamic"), "mixing must be one of static, manifold, got 'dynamic'"),
+        (dict(mlp_size=0), "mlp_size must be at least 1, got 0"),
         (dict(layers=1), "engram.layer_ids .* must lie in \\[0, layers = 1\\)"),
     ],
 )
@@ -131,9 +209,9 @@ def naive(model, tokens, count):
 EACH_MODEL = pytest.mark.parametrize("branches, with_engram", [(1, False), (1, True), (4, True)])
 
 
-def lively(branches=1, with_engram=True, seed=0):
+def lively(branches=1, with_engram=True, seed=0, mixing="static"):
     """Weights large enough that what a token saw decides what follows it."""
-    model = build(branches, with_engram, seed=seed, conv_init="default")
+    model = build(branches, with_engram, seed=seed, mixing=mixing, conv_init="default")
     for parameter in model.parameters():
         parameter.data.mul_(4)
     return model
@@ -154,6 +232,18 @@ def test_chunks_through_a_state(branches, with_engram):
         model(tokens[:, :1], state=state)
     with pytest.raises(ValueError, match="document_ids must be None"):
         model(tokens[:, :1], tokens[:, :1], state=DecodingState(model, 2, T))
+
+
+def test_manifold_streams_decode_as_they_train():
+    model, tokens = lively(4, mixing="manifold"), ids(2, T)
+    for module in model.modules():
+        if isinstance(module, ManifoldResidual):
+            torch.nn.init.normal_(module.weight)
+    state, parts = DecodingState(model, 2, T), []
+    for begin, end in ((0, 5), (5, 6), (6, T)):
+        with torch.no_grad():
+            parts.append(model(tokens[:, begin:end], state=state))
+    torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-10, atol=1e-10)
 
 
 @EACH_MODEL

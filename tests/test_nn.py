@@ -702,7 +702,7 @@ def test_multi_head_embedding():
     with pytest.raises(ValueError, match=r"rows must be \[\.\.\., 2\], got int64 \[2, 3\]"):
         table(torch.zeros(2, 3, dtype=torch.int64))
     for sizes, dim in (([], 2), ([3, 0], 2), ([3], 0)):
-        with pytest.raises(ValueError, match="needs sizes >= 1 and dim >= 1"):
+        with pytest.raises(ValueError, match="needs sizes, dim and row_multiple >= 1"):
             nn.MultiHeadEmbedding(sizes, dim)
 
 

@@ -51,11 +51,35 @@ def test_multipliers_published():
             assert list(tables.layer_multipliers(int(layer), 3, int(vocab_size))) == expected
 
 
+def splitmix64(seed, count):
+    """The generator as published: a counter in steps of gamma, each value mixed."""
+    values = []
+    for _ in range(count):
+        seed = seed + 0x9E3779B97F4A7C15 & 2**64 - 1
+        z = (seed ^ seed >> 30) * 0xBF58476D1CE4E5B9 & 2**64 - 1
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & 2**64 - 1
+        values.append(z ^ z >> 31)
+    return values
+
+
+def test_multipliers_of_splitmix64():
+    # First outputs for seed 0 in the generator's own test vectors.
+    assert splitmix64(0, 2) == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+    for layer, vocab_size, seed in ((0, 248320, 1234), (1, 300, 1234), (7, 1, 0), (2, 2**30 - 1, 2**64 - 1)):
+        half = max(1, (2**63 - 1) // vocab_size // 2)
+        # The first value of the stream is left out: gamma is added once by the rule, once by the generator.
+        expected = [2 * (r % half) + 1 for r in splitmix64(seed + 10007 * layer, 5)[1:]]
+        assert list(tables.layer_multipliers(layer, 4, vocab_size, seed, "splitmix64")) == expected
+    published = CONSTANTS["qwen3_8_flash_next"]
+    assert list(tables.layer_multipliers(0, 3, 248320, 1234, "splitmix64")) == published["multipliers"]
+
+
 @pytest.mark.parametrize("arguments, message", [
     ((1, 3, 0), r"hashed_vocab_size must be in \[1, 2\*\*30\), got 0"),
     ((1, 3, 2**30), "hashed_vocab_size must be in"),
     ((1, 3, 442, -1), "seed and layer_id must be >= 0, got seed -1"),
     ((-2, 3, 442), "layer_id -2"),
+    ((1, 3, 442, 0, "mt19937"), "rule must be 'pcg64' or 'splitmix64', got 'mt19937'"),
 ])
 def test_multipliers_refuse(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -94,6 +118,20 @@ def test_moduli_are_the_next_unused_primes():
         expected.append(tuple(row))
     assert tables.prime_moduli(layers, heads, bases) == tuple(expected)
     assert len(used) == layers * heads * len(bases)
+
+
+def test_moduli_with_one_base_are_the_nth_primes():
+    """The rule of Qwen: column c of layer l has the (l * C + c + 1)-th prime from the base on."""
+    published = CONSTANTS["qwen3_8_flash_next"]["primes"]
+    assert list(tables.prime_moduli(1, 8, (20_000_000,) * 2)[0]) == published
+    primes = [n for n in range(64, 400) if tables.is_prime(n)]
+    rows = tables.prime_moduli(3, 4, (64, 64))
+    assert [size for row in rows for size in row] == primes[:24]
+
+
+def test_moduli_unique_within_a_layer_only():
+    assert tables.prime_moduli(3, 2, (100, 100), unique=False) == ((101, 103, 107, 109),) * 3
+    assert tables.prime_moduli(2, 2, (100, 50), unique=False) == tables.prime_moduli(1, 2, (100, 50)) * 2
 
 
 def test_smallest_base():

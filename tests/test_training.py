@@ -13,6 +13,7 @@ pytest.importorskip("safetensors")
 from engram.models import corpus as corpora  # noqa: E402
 from engram.models import training  # noqa: E402
 from engram.models.corpus import CorpusError, IGNORE, Stream, find_files, load_corpus, read_texts  # noqa: E402
+from engram.models.lm import ManifoldResidual  # noqa: E402
 from engram.models.training import CheckpointError, Comparison, DivergenceError, TrainConfig  # noqa: E402
 
 SMALL = dict(
@@ -186,7 +187,8 @@ def test_equals_itself_after_resume_bit_for_bit(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("options", [
-    dict(), dict(branches=4), dict(dtype="bfloat16"), dict(dtype="float64"),
+    dict(), dict(branches=4), dict(branches=4, mixing="manifold"), dict(warmup=5),
+    dict(dtype="bfloat16"), dict(dtype="float64"),
     *(dict(optimizer=name) for name in training.OPTIMIZERS),
 ])
 def test_both_models_learn(corpus, options):
@@ -231,6 +233,27 @@ def test_a_run_of_another_optimizer_is_not_resumed(corpus, tmp_path):
 def test_schedule():
     factors = [training.schedule(step) for step in range(400)]
     assert factors[0] == 1 / 40 and max(factors) == factors[39] == 1 and factors[159] == 0.5
+    assert [training.schedule(step, 4) for step in (0, 3, 15)] == [0.25, 1, 0.5]
+
+
+def test_warmup_and_mixing_reach_the_model(corpus):
+    slow = Comparison(TrainConfig(**SMALL, branches=4, mixing="manifold", warmup=1000), corpus)
+    quick = Comparison(TrainConfig(**SMALL, branches=4, mixing="manifold", warmup=2), corpus)
+    for comparison in (slow, quick):
+        before = comparison.evaluate()
+        for _ in range(4):
+            comparison.train_step()
+        comparison.moved = before["baseline"] - comparison.evaluate()["baseline"]
+        assert any(isinstance(module, ManifoldResidual) for module in comparison.models["engram"].modules())
+    assert quick.moved > 10 * abs(slow.moved)
+
+
+def test_no_target_no_loss(corpus):
+    trainee = Comparison(TrainConfig(**SMALL), corpus).trainees["engram"]
+    batches = training.batches_held_out(trainee.config, corpus)
+    silent = [(tokens, torch.full_like(targets, IGNORE), documents) for tokens, targets, documents in batches]
+    assert math.isnan(trainee.evaluate(silent))
+    assert trainee.evaluate([*batches, *silent]) == trainee.evaluate(batches)
 
 
 def test_evaluate_is_the_mean_over_tokens(corpus):
@@ -307,6 +330,8 @@ def test_load_refuses_what_is_not_this_run(corpus, tmp_path):
         ("lr", 0.0, "lr must be positive"),
         ("lr", math.nan, "lr must be positive"),
         ("dtype", "float16", "dtype must be one of float32, bfloat16, float64"),
+        ("mixing", "dynamic", "mixing must be one of static, manifold, got dynamic"),
+        ("warmup", 0, "warmup must be at least 1, got 0"),
         ("optimizer", "sgd", "optimizer must be one of row-wise-adam, row-wise-adagrad, lazy-adamw, adamw"),
     ],
 )

@@ -14,6 +14,13 @@ STABLE_TORCH_LIBRARY(ENGRAM_LIBRARY, m) {
   m.def("embedding_backward(Tensor grad_out, Tensor keys, Tensor runs, Tensor count, SymInt num_rows) -> Tensor");
 
   m.def(
+      "embedding_fp8(Tensor values, Tensor scales, Tensor rows, ScalarType dtype, int? row_begin=None, "
+      "Tensor? mask=None) -> Tensor");
+  m.def(
+      "embedding_int8(Tensor values, Tensor scales, Tensor rows, ScalarType dtype, int? row_begin=None, "
+      "Tensor? mask=None) -> Tensor");
+
+  m.def(
       "row_plan(Tensor rows, SymInt num_rows, int? row_begin=None, Tensor? mask=None) -> "
       "(Tensor keys, Tensor runs, Tensor count)");
   m.def("row_sum(Tensor values, Tensor keys, Tensor runs, Tensor count) -> (Tensor rows, Tensor sums)");
@@ -52,4 +59,12 @@ STABLE_TORCH_LIBRARY(ENGRAM_LIBRARY, m) {
       "bool residual=False, Tensor? past_value=None, Tensor? past_stats=None) -> "
       "(Tensor grad_hidden, Tensor grad_key, Tensor grad_value, Tensor grad_hidden_weight, Tensor grad_key_weight, "
       "Tensor grad_conv_weight, Tensor grad_conv_norm_weight)");
+
+  m.def(
+      "decode(Tensor hidden, Tensor token_ids, Tensor multipliers, Tensor moduli, Tensor offsets, Tensor table, "
+      "Tensor key_proj, Tensor? key_bias, Tensor value_proj, Tensor? value_bias, Tensor? hidden_weight, "
+      "Tensor? key_weight, Tensor conv_weight, Tensor? conv_norm_weight, Tensor(a!)[] history, Tensor(b!)[] conv, "
+      "int pad_id, int max_rollback, float eps, float conv_eps, int dilation, str zero_rule=\"sign\", "
+      "int? eos_id=None, bool mask_blocks_hash=True, bool conv_reset=True, Tensor? token_map=None, "
+      "Tensor? document_ids=None, Tensor? mask=None, Tensor? lengths=None, bool residual=False) -> Tensor");
 }

@@ -1,4 +1,5 @@
-"""The command line: `report`, `check` and `train`, all three of them where no command is given, and `bench`."""
+"""The command line: `report`, `check` and `train`, all three of them where no command is given, `inspect`, `plan` and
+`bench`."""
 
 import argparse
 import json
@@ -8,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import engram
-from engram.cli import bench, check, report, train
+from engram.cli import bench, check, inspect, plan, report, train
 from engram.cli.errors import UsageError
 
 DESCRIPTION = """\
@@ -63,6 +64,10 @@ def build_parser() -> argparse.ArgumentParser:
         check.add_options)
     add("train", train.run, "train two small language models, with and without Engram, and compare them",
         train.add_options, description=train.DESCRIPTION, epilog=train.EPILOG)
+    add("inspect", inspect.run, "print sizes, collisions and gates of a configuration or checkpoint",
+        inspect.add_options, description=inspect.DESCRIPTION, epilog=inspect.EPILOG)
+    add("plan", plan.run, "memory, traffic and time of tables spread over ranks, on paper", plan.add_options,
+        description=plan.DESCRIPTION)
     commands.add_parser("bench", help="measure speed and accuracy against plain PyTorch (needs the source tree)")
     add("all", run_all, "report, check, then train (what happens without a command); takes the options of train",
         train.add_options, epilog=train.EPILOG)

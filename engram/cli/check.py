@@ -14,7 +14,8 @@ import engram
 from engram import ops, reference
 from engram.cli.errors import UsageError
 
-NO_GRADIENT = ("ngram_hash", "row_plan", "row_sum", "row_update")
+NO_GRADIENT = ("decode", "ngram_hash", "embedding_fp8", "embedding_int8", "row_plan", "row_sum", "row_update")
+EXACT = ("embedding_fp8", "embedding_int8")  # their one rounding is the reference's, whatever the dtype of the result
 IN_PLACE = {"row_update": ("table", "first", "second")}  # what an operator writes, where it returns nothing
 
 TOLERANCES = {  # forward, gradients; one rounding of an output is 6e-8, 4e-3, 5e-4 at most
@@ -70,6 +71,14 @@ def inputs(op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         )
     if op == "embedding":
         return dict(table=floats(60, D)), dict(rows=integers(60, B, T, 4), mask=mask)
+    if op == "embedding_fp8":
+        values, scales = integers(256, 60, 75) & 0xF7, 100 + integers(34, 60, 3)  # no NaN, nothing past float16
+        values = values.to(torch.uint8).view(torch.float8_e4m3fn)
+        scales = scales.to(torch.uint8).view(torch.float8_e8m0fnu)
+        return {}, dict(values=values, scales=scales, rows=integers(60, B, T, 4), mask=mask)
+    if op == "embedding_int8":
+        values = integers(256, 60, 75).to(torch.uint8).view(torch.int8)
+        return {}, dict(values=values, scales=floats(60).float(), rows=integers(60, B, T, 4), mask=mask)
     gate = dict(
         hidden=floats(B, T, G, D), key=floats(B, T, G, D), value=floats(B, T, D),
         hidden_weight=1 + floats(G, D) / 4, key_weight=1 + floats(G, D) / 4,
@@ -82,6 +91,16 @@ def inputs(op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if op == "gate_conv":
         conv = dict(conv_weight=floats(G, D, K) / 2, conv_norm_weight=1 + floats(G, D) / 4)
         return gate | conv, dict(eps=1e-6, dilation=3, document_ids=documents, mask=mask, residual=True)
+    if op == "decode":
+        del gate["key"], gate["value"]
+        moduli = torch.tensor([[11, 13, 17, 19]])
+        weights = dict(
+            table=floats(60, D), key_proj=floats(G * D, 4 * D) / D, key_bias=floats(G * D), value_proj=floats(D, 4 * D) / D,
+            value_bias=floats(D), conv_weight=floats(G, D, K) / 2, conv_norm_weight=1 + floats(G, D) / 4,
+        )
+        hashing = dict(token_ids=integers(V, B, T), multipliers=2 * integers(2**62, 1, 3) + 1, moduli=moduli,
+                       offsets=moduli.cumsum(1) - moduli, pad_id=2, document_ids=documents, mask=mask)
+        return gate | weights, hashing | dict(eps=1e-6, conv_eps=1e-5, dilation=3, max_rollback=0, residual=True)
     lookup = dict(rows=integers(60, B, T, 4), mask=mask)
     if op == "row_plan":
         return {}, lookup | dict(num_rows=60)
@@ -99,6 +118,8 @@ def inputs(op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def measure(op: str, device: str, dtype: torch.dtype) -> tuple[float, float | None]:
     """Errors `(forward, gradients)` of one operator: None without gradients, the share of wrong ones for integers."""
     tensors, constants = inputs(op)
+    if op in EXACT:
+        constants |= dict(dtype=dtype)
     rounded = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     if op in IN_PLACE and dtype != torch.float64:
         rounded |= {name: tensors[name].float() for name in ("first", "second")}
@@ -106,6 +127,8 @@ def measure(op: str, device: str, dtype: torch.dtype) -> tuple[float, float | No
     for module, place, exact in ((ops, device, False), (reference, "cpu", True)):
         leaves = {name: x.to(place, torch.float64 if exact else x.dtype, copy=True) for name, x in rounded.items()}
         others = {name: v.to(place) if isinstance(v, torch.Tensor) else v for name, v in constants.items()}
+        if op == "decode":
+            others |= _fresh_state(leaves, others["token_ids"])
         if op in NO_GRADIENT:
             output = getattr(module, op)(**leaves, **others)
             outputs = [leaves[name] for name in IN_PLACE[op]] if op in IN_PLACE else output
@@ -124,6 +147,19 @@ def measure(op: str, device: str, dtype: torch.dtype) -> tuple[float, float | No
             None if op in NO_GRADIENT else max(map(relative, gradients, expected_gradients)))
 
 
+def _fresh_state(leaves: dict[str, Tensor], like: Tensor) -> dict[str, list[Tensor]]:
+    """`history` and `conv` of `ops.decode`, nothing appended yet: trigrams, and nine positions for the taps."""
+    B, D, G = like.shape[0], *reversed(leaves["conv_norm_weight"].shape)
+    wide = torch.float64 if leaves["hidden"].dtype == torch.float64 else torch.float32
+
+    def ring(slots: int, *payload: Tensor) -> list[Tensor]:
+        marks = [like.new_zeros(B, slots) for _ in range(2)]
+        return [like.new_zeros(B), like.new_zeros(B), like.new_zeros(B, slots, dtype=torch.bool), *marks, *payload]
+
+    value = leaves["table"].new_zeros(B, 9, D)
+    return dict(history=ring(2, like.new_zeros(B, 2)), conv=ring(9, value, value.new_zeros(B, 9, 3 * G + 1, dtype=wide)))
+
+
 def relative(got: Tensor, expected: Tensor) -> float:
     """Norm of the difference over the norm of what was expected; of integers the share that differs."""
     if not expected.is_floating_point():
@@ -138,6 +174,8 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         print("cuda: not checked, this build of engram has no CUDA kernels")
     for op in ops.__all__:
         dtypes = TOLERANCES if inputs(op)[0] else {torch.int64: (0.0, None)}
+        if op in EXACT:
+            dtypes = dict.fromkeys(TOLERANCES, (0.0, None))
         for device in found:
             for dtype, tolerance in dtypes.items():
                 records.append(check_one(op, device, dtype, tolerance))

@@ -2,11 +2,16 @@
 
 import argparse
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -17,10 +22,13 @@ from engram.cli.check import devices
 from engram.cli.errors import UsageError, require
 
 if TYPE_CHECKING:  # needs the optional dependencies
+    from engram.distributed.peers import Peers
     from engram.models.training import Comparison, TrainConfig
 
 STEPS_VARIABLE = "ENGRAM_TRAIN_STEPS"
 CHECKPOINT, PREVIOUS, PLOT = "checkpoint.safetensors", "checkpoint.previous.safetensors", "losses.png"
+SHARDED_CHECKPOINT, SHARDED_PREVIOUS = "checkpoint", "checkpoint.previous"  # folders, of several ranks
+SECONDS = 300  # that a rank waits for another
 
 DESCRIPTION = """\
 Train two small language models on the same text and compare their losses on text that neither has seen.
@@ -35,6 +43,10 @@ examples:
   engram train --text book.txt notes/          your own text: files and folders
   engram train --steps 2000 --out runs/long    stop it with Ctrl-C, then
   engram train --resume --out runs/long        continue it, bit for bit as if it had never stopped
+
+  torchrun --nproc-per-node 2 -m engram train  two ranks (gloo, with --device cuda NCCL): each takes its share of the
+                                               windows and of the tables; checkpoint is a folder then, which
+                                               torchrun with any number of ranks can --resume
 
 The --out folder gets checkpoint.safetensors (models, optimizers, losses), losses.png (the curves) and tokenizer-*.json.
 Ctrl-C and SIGTERM save and end with exit status 130 and 143; a second Ctrl-C ends at once. Wrong usage: status 2."""
@@ -54,6 +66,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     run("--tokens", type=int, metavar="N", help="tokens per step (default: 2048)")
     run("--length", type=int, metavar="N", help="tokens in a row that attention can see (default: 256)")
     run("--lr", type=float, metavar="X", help="peak learning rate; five times as much for the tables (default: 3e-3)")
+    run("--warmup", type=int, metavar="N",
+        help="steps until the peak rate is reached; it falls with the root of the step after that (default: 40)")
     run("--optimizer", choices=("row-wise-adam", "row-wise-adagrad", "lazy-adamw", "adamw"),
         help="of the tables: a step of the first three costs what the batch touches, one of adamw what the tables hold "
              "(default: adamw); all else is trained by AdamW")
@@ -70,6 +84,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     model("--heads", type=int, metavar="N", help="attention heads (default: 4)")
     model("--branches", type=int, choices=(1, 4),
           help="residual streams: 1 is the plain residual, 4 are hyper-connections, one Engram gate each (default: 1)")
+    model("--mixing", choices=("static", "manifold"),
+          help="how 4 streams are read, written and mixed: by learned constants, or, mHC, token by token and doubly "
+               "stochastic (default: static)")
     model("--engram-layers", type=int, nargs="+", metavar="I",
           help="blocks with an Engram layer before their attention, counted from 0 (default: 1)")
     model("--table-size", type=int, metavar="N",
@@ -89,12 +106,19 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from engram.models.training import CheckpointError, DivergenceError
 
     try:
-        return train(options)
+        with ranks(options.device) as peers:
+            options.json = options.json and (peers is None or peers.rank == 0)
+            return train(options, peers)
     except (CorpusError, CheckpointError) as error:
         raise UsageError(error) from None
     except DivergenceError as error:
         print(f"engram: {error}", file=sys.stderr)
         return 1, {"error": str(error)}
+    except RuntimeError as error:
+        if (message := lost_ranks(error)) is None:
+            raise
+        print(f"engram: {message}", file=sys.stderr)
+        return 1, {"error": message}
     except BrokenPipeError:
         raise
     except OSError as error:  # the output folder: not writable, disk full...
@@ -103,13 +127,56 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         raise UsageError(f"{error.filename or options.out}: {error.strerror}") from None
 
 
-def train(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+@contextmanager
+def ranks(wanted: str | None) -> "Iterator[Peers | None]":
+    """The ranks that torchrun has started, None without it; only the first one prints."""
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        yield None
+        return
+    import torch.distributed as dist
+
+    from engram.distributed.peers import Peers
+
+    on_gpu = devices(wanted)[-1] == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=SECONDS))
+    try:
+        peers = Peers()
+        with nullcontext() if peers.rank == 0 else open(os.devnull, "w") as nowhere:
+            with nullcontext() if peers.rank == 0 else redirect_stdout(nowhere):
+                yield peers
+    finally:
+        dist.destroy_process_group()
+
+
+def agree(peers: "Peers", **values: Any) -> None:
+    """Raises UsageError, on all ranks, unless they have the same values."""
+    try:
+        peers.agree("engram train", **values)
+    except ValueError as error:
+        raise UsageError(error) from None
+
+
+def lost_ranks(error: RuntimeError) -> str | None:
+    """What to say of an error of the connection between ranks, None for any other."""
+    import torch.distributed as dist
+
+    text = str(error)
+    if not isinstance(error, dist.DistError) and not any(word in text.lower() for word in ("gloo", "nccl", "connection")):
+        return None
+    return f"rank {os.environ.get('RANK', '?')} has lost another rank, and ends: {text.splitlines()[0]}"
+
+
+def train(options: argparse.Namespace, peers: "Peers | None" = None) -> tuple[int, dict[str, Any]]:
     """`run` without the translation of errors."""
     from engram.models.corpus import find_files, load_corpus
     from engram.models.training import BASELINE, ENGRAM, Comparison
 
-    checkpoint = options.out / CHECKPOINT
-    config = settings(options, checkpoint)
+    first_rank = peers is None or peers.rank == 0
+    checkpoint = options.out / (CHECKPOINT if peers is None else SHARDED_CHECKPOINT)
+    previous = options.out / (PREVIOUS if peers is None else SHARDED_PREVIOUS)
+    config = settings(options, checkpoint, peers)
     if options.save_every < 1:
         raise UsageError(f"--save-every must be at least 1, got {options.save_every}")
     if options.threads is not None:
@@ -120,8 +187,18 @@ def train(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
     began = time.monotonic()
     print(f"reading {len(find_files(config.text)):,} files, training the tokenizer ...", flush=True)
-    corpus = load_corpus(config.text, vocab_size=config.vocab_size, cache=options.out, min_tokens=config.length + 1)
-    comparison = Comparison(config, corpus, device)
+    read = partial(load_corpus, config.text, vocab_size=config.vocab_size, cache=options.out, min_tokens=config.length + 1)
+    if peers is None:
+        comparison = Comparison(config, read(), device)
+    else:
+        from engram.models.sharded import ShardedComparison
+
+        corpus = read() if first_rank else None  # trains the tokenizer, which the others find then
+        agree(peers, save_every=options.save_every)
+        try:
+            comparison = ShardedComparison(config, corpus or read(), device, peers)
+        except ValueError as error:
+            raise UsageError(error) from None
     if options.resume:
         comparison.load(checkpoint)
         if comparison.step > config.steps:
@@ -130,17 +207,20 @@ def train(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     describe(comparison)
     if options.resume:
         print(f"resumed at step {comparison.step} from {checkpoint}")
-    elif checkpoint.exists():
-        os.replace(checkpoint, options.out / PREVIOUS)
-        print(f"kept the checkpoint of an earlier run as {options.out / PREVIOUS} (--resume would have continued it)")
+    elif first_rank and checkpoint.exists():
+        if previous.is_dir():
+            shutil.rmtree(previous)
+        os.replace(checkpoint, previous)
+        print(f"kept the checkpoint of an earlier run as {previous} (--resume would have continued it)")
     print(flush=True)
 
     with Signals() as signals:
-        train_steps(comparison, options, checkpoint, signals)
+        train_steps(comparison, options, checkpoint, signals, peers)
         if signals.caught is None:
             losses = comparison.evaluate()
         comparison.save(checkpoint)
-        plot(comparison.history, options.out / PLOT)
+        if first_rank:
+            plot(comparison.history, options.out / PLOT)
 
     record = {
         "step": comparison.step,
@@ -154,6 +234,8 @@ def train(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         "checkpoint": str(checkpoint),
         "plot": str(options.out / PLOT),
     }
+    if peers is not None:
+        record["ranks"] = peers.size
     if signals.caught is not None:
         command = "engram train --resume" + ("" if str(options.out) == "engram-run" else f" --out {options.out}")
         print(f"\nstopped by {signals.caught.name}; saved step {comparison.step} of {config.steps}")
@@ -176,13 +258,19 @@ def train(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     return 0, record
 
 
-def settings(options: argparse.Namespace, checkpoint: Path) -> "TrainConfig":
+def settings(options: argparse.Namespace, checkpoint: Path, peers: "Peers | None" = None) -> "TrainConfig":
     """The TrainConfig of this run: the options given, over the checkpoint's with --resume, over the defaults else.
 
     Raises UsageError for a wrong value, and for an option that contradicts the checkpoint.
     """
     from engram.models.training import TrainConfig, read_metadata
 
+    read = read_metadata
+    if peers is not None:
+        from engram.models import sharded
+
+        agree(peers, resume=options.resume)
+        read = partial(sharded.read_metadata, peers=peers)
     given = {name: getattr(options, name) for name in TrainConfig.__dataclass_fields__}
     given = {name: value for name, value in given.items() if value is not None}
     if "text" in given:
@@ -191,7 +279,7 @@ def settings(options: argparse.Namespace, checkpoint: Path) -> "TrainConfig":
         given["engram_layers"] = tuple(given["engram_layers"])
     try:
         if options.resume:
-            stored = TrainConfig.from_json(read_metadata(checkpoint)["config"])
+            stored = TrainConfig.from_json(read(checkpoint)["config"])
             for name, value in given.items():
                 if name not in ("steps", "text") and value != getattr(stored, name):
                     option = "--" + name.replace("_", "-")
@@ -228,18 +316,19 @@ def describe(comparison: "Comparison") -> None:
 
 
 def train_steps(
-    comparison: "Comparison", options: argparse.Namespace, checkpoint: Path, signals: "Signals"
+    comparison: "Comparison", options: argparse.Namespace, checkpoint: Path, signals: "Signals",
+    peers: "Peers | None" = None,
 ) -> None:
     """Train up to the last step or a signal, with held-out losses on the way and a bar, or lines, of progress."""
     from tqdm import tqdm
 
     steps, first = comparison.config.steps, comparison.step
     evaluate_every = max(10, steps // 10)
-    terminal = sys.stderr.isatty()
+    terminal = sys.stderr.isatty() and (peers is None or peers.rank == 0)
     began = time.monotonic()
     bar = tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True, disable=not terminal)
     with bar:
-        while comparison.step < steps and signals.caught is None:
+        while comparison.step < steps and signals.anywhere(peers) is None:
             losses = comparison.train_step()
             step = comparison.step
             bar.set_postfix_str("loss: " + "  ".join(f"{n} {x:.3f}" for n, x in losses.items()), refresh=False)
@@ -272,6 +361,14 @@ class Signals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
+
+    def anywhere(self, peers: "Peers | None") -> signal.Signals | None:
+        """`caught`, after a signal to any of the ranks has become one to all of them, at the same step."""
+        if peers is not None:
+            own = torch.tensor([self.caught or 0], device=peers.device_type)
+            highest = int(torch.cat(peers.gather(own)).max())
+            self.caught = signal.Signals(highest) if highest else None
+        return self.caught
 
     def note(self, number: int, _frame: FrameType | None) -> None:
         if self.caught is not None:

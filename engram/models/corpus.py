@@ -162,15 +162,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Any:
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> Stream:
-    """The texts as one Stream. END_OF_TEXT opens each; where a text spells it out, it is plain characters."""
+    """The texts as one Stream. END_OF_TEXT, where the tokenizer has it, opens each; where a text spells it out, it is
+    plain characters."""
     tokenizer.encode_special_tokens = True
-    start = np.array([tokenizer.token_to_id(END_OF_TEXT)], dtype=np.int32)
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    start = np.array([] if end is None else [end], dtype=np.int32)
     tokens, documents = [], []
     pieces = [(document, piece) for document, text in enumerate(texts) for piece in _pieces([text])]
     previous = None
     for begin in range(0, len(pieces), 256):  # an Encoding is far larger than its ids: hold few of them
         batch = pieces[begin : begin + 256]
-        for (document, _), encoding in zip(batch, tokenizer.encode_batch_fast([piece for _, piece in batch])):
+        encodings = tokenizer.encode_batch_fast([piece for _, piece in batch], add_special_tokens=False)
+        for (document, _), encoding in zip(batch, encodings):
             ids = np.array(encoding.ids, dtype=np.int32)
             if document != previous:
                 ids = np.concatenate([start, ids])

@@ -6,10 +6,12 @@ attention of the chosen blocks and adds to the residual stream:
     h = h + engram(h, token_ids, document_ids=document_ids)
 
 Attention, too, stays inside a document. With `branches` G > 1 the residual stream is G streams wide, [B, T, G, D], and
-every sub-layer is wrapped by a static hyper-connection (arXiv 2409.19606); Engram then has one gate per stream.
+every sub-layer is wrapped by a hyper-connection, static (arXiv 2409.19606) or manifold-constrained (mHC, arXiv
+2512.24880); Engram then has one gate per stream.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +22,16 @@ from engram.config import EngramConfig
 from engram.nn import Engram
 from engram.vocab import TokenMap
 
+MIXINGS = ("static", "manifold")
+SINKHORN_STEPS = 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelConfig:
     """Sizes of the model: `branches` residual streams, `layers` blocks; `engram` None: the plain backbone.
+
+    `mixing` says how several streams are read, written and mixed, out of MIXINGS: "static" is `Residual`, "manifold"
+    `ManifoldResidual`. `mlp_size` None: 8/3 of `hidden_size`, rounded up to a multiple of 32.
 
     Raises ValueError where the sizes do not fit each other, or `engram` has another vocabulary, width or branch count.
     """
@@ -34,8 +42,14 @@ class LanguageModelConfig:
     heads: int = 4
     branches: int = 1
     engram: EngramConfig | None = None
+    mixing: str = "static"
+    mlp_size: int | None = None
 
     def __post_init__(self) -> None:
+        if self.mixing not in MIXINGS:
+            raise ValueError(f"mixing must be one of {', '.join(MIXINGS)}, got {self.mixing!r}")
+        if self.mlp_size is not None and self.mlp_size < 1:
+            raise ValueError(f"mlp_size must be at least 1, got {self.mlp_size}")
         if self.hidden_size % (2 * self.heads):
             raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of 2 * heads = {2 * self.heads}")
         if self.engram is not None:
@@ -119,7 +133,8 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
-        width = -(-8 * config.hidden_size // (3 * 32)) * 32  # 8/3 D: as many weights as a plain MLP of 4 D
+        # 8/3 D: as many weights as a plain MLP of 4 D
+        width = config.mlp_size or -(-8 * config.hidden_size // (3 * 32)) * 32
         self.up = nn.Linear(config.hidden_size, 2 * width, bias=False)
         self.down = nn.Linear(width, config.hidden_size, bias=False)
 
@@ -146,21 +161,87 @@ class Residual(nn.Module):
     def forward(self, h: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
         if self.branches == 1:
             return h + f(h)
-        y = f(torch.einsum("g,btgd->btd", self.read, h))
-        return torch.einsum("gj,btjd->btgd", self.mix, h) + self.write[:, None] * y[:, :, None, :]
+        with full_precision(h):
+            x = torch.einsum("g,btgd->btd", self.read, h)
+            h = torch.einsum("gj,btjd->btgd", self.mix, h)
+        return h + self.write[:, None] * f(x)[:, :, None, :]
+
+
+class ManifoldResidual(nn.Module):
+    """A manifold-constrained hyper-connection (mHC, arXiv 2512.24880) of G > 1 streams around a sub-layer f.
+
+    h [B, T, G, D]: h'_g = sum_j mix_gj h_j + write_g f(sum_j read_j h_j), the coefficients being each token's own. With
+    x its streams as one vector of G D, divided by their root mean square:
+
+        read = sigmoid(s_0 W_r x + b_r)     write = 2 sigmoid(s_1 W_w x + b_w)     mix = sinkhorn(s_2 W_m x + b_m)
+
+    mix is doubly stochastic: it averages streams and keeps their sum, through any number of layers. At the start W is
+    zero, what is read sums to 1 (most of it from one stream, they take turns) and write is 1, so that streams which
+    begin alike stay alike and the model equals that of one stream.
+    """
+
+    def __init__(self, branches: int, hidden_size: int, index: int) -> None:
+        super().__init__()
+        self.branches = branches
+        own = torch.eye(branches)
+        share = 0.7 * own[index % branches] + 0.3 / (branches - 1) * (1 - own[index % branches])
+        self.weight = nn.Parameter(torch.zeros(branches * (branches + 2), branches * hidden_size))
+        self.scale = nn.Parameter(torch.full((3,), 0.01))
+        self.read = nn.Parameter(share.logit())
+        self.write = nn.Parameter(torch.zeros(branches))
+        self.mix = nn.Parameter(4 * own)  # a stream keeps 95 % of itself, and the others have a slope to begin with
+
+    def coefficients(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`(read [B, T, G], write [B, T, G], mix [B, T, G, G])` of the streams h [B, T, G, D]."""
+        x, g = h.flatten(-2), self.branches
+        # The norm divides the few results in place of the many inputs.
+        y = F.linear(x, self.weight) * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        read, write, mix = y.split([g, g, g * g], dim=-1)
+        read = torch.sigmoid(self.scale[0] * read + self.read)
+        write = 2 * torch.sigmoid(self.scale[1] * write + self.write)
+        return read, write, sinkhorn(self.scale[2] * mix.unflatten(-1, (g, g)) + self.mix)
+
+    def forward(self, h: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+        with full_precision(h):
+            read, write, mix = self.coefficients(h)
+            x, h = (torch.cat([read[..., None, :], mix], dim=-2) @ h).split([1, self.branches], dim=-2)
+        return h + write[..., None] * f(x.squeeze(-2))[:, :, None, :]
+
+
+def sinkhorn(logits: Tensor) -> Tensor:
+    """exp(logits) [..., G, G], its rows and columns divided by their sums in turn (Sinkhorn and Knopp), as often as in
+    the paper. Rows come last and sum to 1; columns nearly do, to a percent where the matrix is almost a permutation."""
+    m = logits.softmax(-1) + 1e-6  # no column of zeros, however far apart the logits are
+    for _ in range(SINKHORN_STEPS):
+        m = m / m.sum(-2, keepdim=True)
+        m = m / m.sum(-1, keepdim=True)
+    return m
+
+
+def full_precision(h: Tensor) -> AbstractContextManager:
+    """Autocast off: it would round the residual streams each time they are mixed."""
+    kind = h.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
+def residual(config: LanguageModelConfig, index: int) -> nn.Module:
+    """What wraps the sub-layer number `index`."""
+    if config.branches > 1 and config.mixing == "manifold":
+        return ManifoldResidual(config.branches, config.hidden_size, index)
+    return Residual(config.branches, index)
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each behind a norm and around a Residual."""
+    """Attention, then MLP, each behind a norm and inside a Residual or ManifoldResidual."""
 
     def __init__(self, config: LanguageModelConfig, index: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=1e-6)
         self.attention = Attention(config)
-        self.attention_residual = Residual(config.branches, 2 * index)
+        self.attention_residual = residual(config, 2 * index)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=1e-6)
         self.mlp = SwiGLU(config)
-        self.mlp_residual = Residual(config.branches, 2 * index + 1)
+        self.mlp_residual = residual(config, 2 * index + 1)
 
     def forward(self, h: Tensor, rotation: Tensor, mask: Tensor | None, kv: Tensor | None = None) -> Tensor:
         h = self.attention_residual(h, lambda x: self.attention(self.attention_norm(x), rotation, mask, kv))
@@ -242,7 +323,9 @@ class LanguageModel(nn.Module):
         for index, block in enumerate(self.blocks):
             if str(index) in self.engrams:
                 kept = None if state is None else state.engrams[str(index)]
-                h = h + self.engrams[str(index)](h, token_ids, document_ids=document_ids, mask=mask, state=kept)
+                h = h + self.engrams[str(index)](
+                    h, token_ids, document_ids=document_ids, mask=mask, state=kept, residual=False
+                )
             h = block(h, rotation, look, None if state is None else state.kv[index][:, :, :, : before + tokens])
         if state is not None:
             state.length += tokens

@@ -22,7 +22,7 @@ from engram import optim
 from engram.config import EngramConfig
 from engram.models.corpus import Corpus, held_out_batches, training_batch
 from engram.models.generation import generate
-from engram.models.lm import LanguageModel, LanguageModelConfig
+from engram.models.lm import MIXINGS, LanguageModel, LanguageModelConfig
 from engram.nn import MultiHeadEmbedding
 from engram.vocab import TokenMap
 
@@ -41,6 +41,7 @@ WEIGHT_DECAY = 0.1
 TABLE_LR = 5.0  # the tables learn five times as fast and without weight decay, as in the paper
 MAX_GRAD_NORM = 1.0
 HELD_OUT_WINDOWS = 128
+METADATA = {"config", "step", "history", "corpus", "token_map"}  # beside the tensors of a checkpoint
 # Small enough for a dense Adam on two cores. Rows start small: beside token embeddings of std 0.02, rows of std 1 would
 # be noise that the first hundred steps are spent on removing.
 TABLES = dict(max_ngram_size=3, heads_per_ngram=4, embed_dim_per_head=16, table_std=0.02)
@@ -70,17 +71,19 @@ class TrainConfig:
     layers: int = 3
     heads: int = 4
     branches: int = 1
+    mixing: str = "static"  # of the branches, where there are several
     engram_layers: tuple[int, ...] = (1,)
     table_size: int = 20000  # rows of each of the 8 tables of an Engram layer, about
     seed: int = 0
     lr: float = 3e-3  # the best for the baseline of 2, 3, 4, 5.5 and 8e-3
+    warmup: int = WARMUP_STEPS
     dtype: str = "float32"  # bfloat16: float32 weights under autocast
     optimizer: str = "adamw"  # of the tables, out of OPTIMIZERS
 
     def __post_init__(self) -> None:
         for name in ("text", "engram_layers"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name in ("steps", "tokens", "hidden_size", "layers", "heads", "branches", "table_size"):
+        for name in ("steps", "tokens", "hidden_size", "layers", "heads", "branches", "table_size", "warmup"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.length < 2:
@@ -99,7 +102,7 @@ class TrainConfig:
             raise ValueError(f"seed must not be negative, got {self.seed}")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr must be positive, got {self.lr}")
-        for name, known in (("dtype", DTYPES), ("optimizer", OPTIMIZERS)):
+        for name, known in (("dtype", DTYPES), ("optimizer", OPTIMIZERS), ("mixing", MIXINGS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)}")
 
@@ -132,9 +135,109 @@ def build_optimizers(model: nn.Module, lr: float, table_optimizer: str) -> list[
     return optimizers
 
 
-def schedule(step: int) -> float:
+def schedule(step: int, warmup: int = WARMUP_STEPS) -> float:
     """Factor of the learning rate at a step (from 0): linear warm-up, then the inverse square root."""
-    return min((step + 1) / WARMUP_STEPS, (WARMUP_STEPS / (step + 1)) ** 0.5)
+    return min((step + 1) / warmup, (warmup / (step + 1)) ** 0.5)
+
+
+def model_config(config: TrainConfig, token_map: TokenMap, with_engram: bool) -> LanguageModelConfig:
+    """Of a model trained with these settings on text of that vocabulary."""
+    common = dict(vocab_size=token_map.vocab_size, hidden_size=config.hidden_size, branches=config.branches)
+    engram = None
+    if with_engram:
+        engram = EngramConfig(
+            **common,
+            **TABLES,
+            table_size=config.table_size,
+            compressed_vocab_size=token_map.compressed_vocab_size,
+            layer_ids=config.engram_layers,
+            pad_id=0,  # END_OF_TEXT
+            seed=config.seed,
+            sparse_grad=config.optimizer != "adamw",
+        )
+    return LanguageModelConfig(
+        **common, layers=config.layers, heads=config.heads, engram=engram, mixing=config.mixing
+    )
+
+
+class Trainee:
+    """One model and what trains it: `[optimizer of the backbone, of the tables]`.
+
+    Args:
+        config: the settings of the run; the weights are drawn with its seed.
+        model: its sizes, from `model_config`, changed at will.
+        token_map: that of the text's tokenizer.
+        device: where it is trained.
+        name: of the model, in messages.
+    """
+
+    def __init__(
+        self, config: TrainConfig, model: LanguageModelConfig, token_map: TokenMap, device: str | torch.device = "cpu",
+        name: str = "model",
+    ) -> None:
+        self.config, self.device, self.name = config, torch.device(device), name
+        torch.manual_seed(config.seed)
+        built = LanguageModel(model, token_map)
+        self.model = self._prepare((built.double() if config.dtype == "float64" else built).to(self.device))
+        self.optimizers = build_optimizers(self.model, config.lr, config.optimizer)
+
+    def train_step(self, step: int, batch: tuple[Tensor, ...]) -> float:
+        """One optimizer step on `training_batch`'s; returns the loss.
+
+        Raises DivergenceError where it is not finite; nothing is changed then.
+        """
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak_lr"] * schedule(step, self.config.warmup)
+        value = self._gradients(step, batch)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return value
+
+    def _prepare(self, model: LanguageModel) -> LanguageModel:
+        return model
+
+    def _gradients(self, step: int, batch: tuple[Tensor, ...]) -> float:
+        """The loss of a batch; its clipped gradients are the parameters' afterwards."""
+        loss = self._loss(batch)
+        value = self._finite(step, loss.item())
+        self.model.zero_grad()
+        loss.backward()
+        optim.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        return value
+
+    def _finite(self, step: int, loss: float) -> float:
+        if not math.isfinite(loss):
+            raise DivergenceError(f"the {self.name}'s loss is {loss} at step {step + 1}; try a smaller lr")
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, batches: list[tuple[Tensor, ...]]) -> float:
+        """Mean loss over all targets of the batches that count; NaN where none does."""
+        total, count = 0.0, 0
+        for batch in batches:
+            if targets := int((batch[1] >= 0).sum()):
+                total += self._loss(batch).item() * targets
+                count += targets
+        return total / count if count else math.nan
+
+    def _loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+        tokens, targets, documents = (tensor.to(self.device) for tensor in batch)
+        half = self.config.dtype == "bfloat16"
+        with torch.autocast(self.device.type, torch.bfloat16) if half else nullcontext():
+            return self.model.loss(tokens, targets, documents)
+
+
+def batch_of_step(config: TrainConfig, corpus: Corpus, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What the step, counted from 0, trains on."""
+    shape = dict(batch=config.tokens // config.length, length=config.length)
+    return training_batch(corpus.train, **shape, seed=config.seed, step=step)
+
+
+def batches_held_out(config: TrainConfig, corpus: Corpus) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """What the held-out loss is measured on: at most HELD_OUT_WINDOWS windows."""
+    shape = dict(batch=config.tokens // config.length, length=config.length)
+    return held_out_batches(corpus.held_out, **shape, windows=HELD_OUT_WINDOWS)
 
 
 class Comparison:
@@ -146,43 +249,25 @@ class Comparison:
     def __init__(self, config: TrainConfig, corpus: Corpus, device: str | torch.device = "cpu") -> None:
         self.config, self.corpus, self.device = config, corpus, torch.device(device)
         self.token_map = TokenMap.from_tokenizer(corpus.tokenizer)
-        self.models, self.optimizers = {}, {}
-        for name in NAMES:
-            torch.manual_seed(config.seed)
-            model = LanguageModel(self.model_config(name), self.token_map)
-            if config.dtype == "float64":
-                model = model.double()
-            self.models[name] = model.to(self.device)
-            self.optimizers[name] = build_optimizers(model, config.lr, config.optimizer)
+        self.trainees = {
+            name: self._trainee(config, model_config(config, self.token_map, name == ENGRAM), self.token_map, device, name)
+            for name in NAMES
+        }
+        self.models = {name: trainee.model for name, trainee in self.trainees.items()}
+        self.optimizers = {name: trainee.optimizers for name, trainee in self.trainees.items()}
         self.step = 0
         self.seconds = dict.fromkeys(NAMES, 0.0)  # of the steps made here
         self.history = {"train": [], "held_out": []}
 
-    def model_config(self, name: str) -> LanguageModelConfig:
-        """Of one of the two NAMES."""
-        config = self.config
-        common = dict(
-            vocab_size=self.token_map.vocab_size, hidden_size=config.hidden_size, branches=config.branches
-        )
-        engram = None
-        if name == ENGRAM:
-            engram = EngramConfig(
-                **common,
-                **TABLES,
-                table_size=config.table_size,
-                compressed_vocab_size=self.token_map.compressed_vocab_size,
-                layer_ids=config.engram_layers,
-                pad_id=0,  # END_OF_TEXT
-                seed=config.seed,
-                sparse_grad=config.optimizer != "adamw",
-            )
-        return LanguageModelConfig(**common, layers=config.layers, heads=config.heads, engram=engram)
+    def _trainee(self, *arguments: Any) -> Trainee:
+        return Trainee(*arguments)
 
     def parameter_counts(self) -> dict[str, int]:
         """`{"baseline": n, "engram": n, "tables": n}`; the tables are part of "engram"."""
         counts = {name: sum(p.numel() for p in model.parameters()) for name, model in self.models.items()}
-        modules = self.models[ENGRAM].modules()
-        counts["tables"] = sum(m.weight.numel() for m in modules if isinstance(m, MultiHeadEmbedding))
+        tables = [m for m in self.models[ENGRAM].modules() if isinstance(m, MultiHeadEmbedding)]
+        counts["tables"] = sum(sum(m.sizes) * m.dim for m in tables)
+        counts[ENGRAM] += counts["tables"] - sum(m.weight.numel() for m in tables)  # rows that other ranks have
         return counts
 
     def optimizer_bytes(self) -> dict[str, int]:
@@ -199,41 +284,20 @@ class Comparison:
 
         Raises DivergenceError where a loss is not finite; the step then does not count.
         """
-        config = self.config
-        shape = dict(batch=config.tokens // config.length, length=config.length)
-        batch = training_batch(self.corpus.train, **shape, seed=config.seed, step=self.step)
+        batch = batch_of_step(self.config, self.corpus, self.step)
         losses = {}
-        for name, model in self.models.items():
+        for name, trainee in self.trainees.items():
             began = time.perf_counter()
-            for optimizer in self.optimizers[name]:
-                for group in optimizer.param_groups:
-                    group["lr"] = group["peak_lr"] * schedule(self.step)
-            loss = self._loss(model, batch)
-            losses[name] = loss.item()
-            if not math.isfinite(losses[name]):
-                raise DivergenceError(f"the {name}'s loss is {losses[name]} at step {self.step + 1}; try a smaller lr")
-            model.zero_grad()
-            loss.backward()
-            optim.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-            for optimizer in self.optimizers[name]:
-                optimizer.step()
+            losses[name] = trainee.train_step(self.step, batch)
             self.seconds[name] += time.perf_counter() - began
         self.step += 1
         self.history["train"].append([self.step, *losses.values()])
         return losses
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Mean held-out losses `{name: float}`, per token; recorded once a step."""
-        config = self.config
-        shape = dict(batch=config.tokens // config.length, length=config.length)
-        totals, count = dict.fromkeys(NAMES, 0.0), 0
-        for batch in held_out_batches(self.corpus.held_out, **shape, windows=HELD_OUT_WINDOWS):
-            targets = int((batch[1] >= 0).sum())
-            count += targets
-            for name, model in self.models.items():
-                totals[name] += self._loss(model, batch).item() * targets
-        losses = {name: total / count for name, total in totals.items()}
+        batches = batches_held_out(self.config, self.corpus)
+        losses = {name: trainee.evaluate(batches) for name, trainee in self.trainees.items()}
         if not self.history["held_out"] or self.history["held_out"][-1][0] != self.step:
             self.history["held_out"].append([self.step, *losses.values()])
         return losses
@@ -245,12 +309,6 @@ class Comparison:
         generator = torch.Generator(self.device).manual_seed(self.config.seed)
         found = generate(self.models[name], tokens, count, temperature=temperature, generator=generator)
         return tuple(self.corpus.tokenizer.decode(ids[0].tolist()) for ids in (tokens, found))
-
-    def _loss(self, model: LanguageModel, batch: tuple[Tensor, ...]) -> Tensor:
-        tokens, targets, documents = (tensor.to(self.device) for tensor in batch)
-        half = self.config.dtype == "bfloat16"
-        with torch.autocast(self.device.type, torch.bfloat16) if half else nullcontext():
-            return model.loss(tokens, targets, documents)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write everything to `path` (safetensors). A file already there is replaced only by a complete one.
@@ -268,14 +326,7 @@ class Comparison:
                 for index, state in optimizer.state_dict()["state"].items():
                     for key, tensor in state.items():
                         tensors[f"{name}.optimizer.{number}.{index}.{key}"] = tensor
-        metadata = {
-            "format": "pt",
-            "config": self.config.to_json(),
-            "step": str(self.step),
-            "history": json.dumps(self.history),
-            "corpus": self.corpus.fingerprint,
-            "token_map": self.token_map.fingerprint,
-        }
+        metadata = {"format": "pt", **self._metadata()}
         path = Path(path)
         part = path.with_name(path.name + ".part")
         try:
@@ -288,14 +339,17 @@ class Comparison:
         finally:
             part.unlink(missing_ok=True)
 
-    def load(self, path: str | os.PathLike) -> None:
-        """Take over models, optimizers, step and history of a checkpoint of this very run (steps may differ).
+    def _metadata(self) -> dict[str, str]:
+        return {
+            "config": self.config.to_json(),
+            "step": str(self.step),
+            "history": json.dumps(self.history),
+            "corpus": self.corpus.fingerprint,
+            "token_map": self.token_map.fingerprint,
+        }
 
-        Raises CheckpointError where it cannot be read or differs in settings or text; nothing is changed then.
-        """
-        from safetensors.torch import load_file
-
-        metadata = read_metadata(path)
+    def _refuse_another(self, path: str | os.PathLike, metadata: dict[str, str]) -> None:
+        """Raises CheckpointError unless the metadata is that of this very run."""
         stored = TrainConfig.from_json(metadata["config"])
         differing = [
             f.name for f in fields(stored)
@@ -305,6 +359,16 @@ class Comparison:
             raise CheckpointError(f"{path} was trained with another {', '.join(differing)}")
         if metadata["corpus"] != self.corpus.fingerprint or metadata["token_map"] != self.token_map.fingerprint:
             raise CheckpointError(f"{path} was trained on another text: the files or the tokenizer have changed")
+
+    def load(self, path: str | os.PathLike) -> None:
+        """Take over models, optimizers, step and history of a checkpoint of this very run (steps may differ).
+
+        Raises CheckpointError where it cannot be read or differs in settings or text; nothing is changed then.
+        """
+        from safetensors.torch import load_file
+
+        metadata = read_metadata(path)
+        self._refuse_another(path, metadata)
         tensors = load_file(path)
         for name in NAMES:
             prefix = f"{name}.model."
@@ -335,9 +399,32 @@ def read_metadata(path: str | os.PathLike) -> dict[str, str]:
         raise CheckpointError(f"no checkpoint at {path}") from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
-    if not {"config", "step", "history", "corpus", "token_map"} <= metadata.keys():
+    if not METADATA <= metadata.keys():
         raise CheckpointError(f"{path} is not a checkpoint of engram train")
     return metadata
+
+
+def load_model(path: str | os.PathLike) -> tuple[LanguageModel, TokenMap, TrainConfig]:
+    """The model with Engram layers of a checkpoint, its token map and its settings, on the CPU.
+
+    Raises CheckpointError where the checkpoint cannot be read.
+    """
+    from safetensors import safe_open
+
+    config = TrainConfig.from_json(read_metadata(path)["config"])
+    prefix = f"{ENGRAM}.model."
+    with safe_open(path, framework="pt") as file:
+        state = {key.removeprefix(prefix): file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}
+    ids = state.get(f"engrams.{config.engram_layers[0]}.hash.token_map")
+    if ids is None:
+        raise CheckpointError(f"{path} has no token map")
+    try:
+        token_map = TokenMap(ids)
+        model = LanguageModel(model_config(config, token_map, True))
+        model.to(state["embedding.weight"].dtype).load_state_dict(state)
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} does not fit its own settings: {error}") from None
+    return model, token_map, config
 
 
 def _fsync(path: Path) -> None:

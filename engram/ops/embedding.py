@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engram.ops._call import call
+from engram.ops._autograd import differentiable
 from engram.ops._fake import same_device
 from engram.ops.row_plan import RowPlan, row_plan
 
@@ -43,7 +43,7 @@ def embedding(
         ValueError: a wrong dtype, shape or device, or a plan of other rows than so many.
     """
     keys, runs, count = (None, None, None) if plan is None else plan
-    return call(torch.ops.engram.embedding, table, rows, row_begin, mask, sparse_grad, keys, runs, count)
+    return _embedding(table, rows, row_begin, mask, sparse_grad, keys, runs, count)
 
 
 @torch.library.register_fake("engram::embedding")
@@ -81,4 +81,4 @@ def _backward(ctx, grad_out):
     return grad, *[None] * 7
 
 
-torch.library.register_autograd("engram::embedding", _backward, setup_context=_setup_context)
+_embedding = differentiable("embedding", _backward, _setup_context)

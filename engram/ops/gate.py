@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engram.ops._autograd import differentiable
 from engram.ops._fake import accumulate_dtype, same_device
 
 
@@ -45,18 +46,7 @@ def gate(
     Raises:
         ValueError: a wrong dtype, shape, device or value.
     """
-    return torch.ops.engram.gate(
-        hidden,
-        key,
-        value,
-        hidden_weight,
-        key_weight,
-        eps=eps,
-        clamp=clamp,
-        zero_rule=zero_rule,
-        mask=mask,
-        residual=residual,
-    )[0]
+    return _gate(hidden, key, value, hidden_weight, key_weight, eps, clamp, zero_rule, mask, residual)[0]
 
 
 @torch.library.register_fake("engram::gate")
@@ -103,4 +93,4 @@ def _backward(ctx, grad_out, _):
     return *(None if tensor is None else grad for tensor, grad in zip(tensors, grads)), None, None, None, None, None
 
 
-torch.library.register_autograd("engram::gate", _backward, setup_context=_setup_context)
+_gate = differentiable("gate", _backward, _setup_context)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engram.ops._call import call
+from engram.ops._autograd import differentiable
 from engram.ops._fake import accumulate_dtype, same_device
 from engram.ops._state import Ring
 from engram.ops.short_conv import mask_of_lengths
@@ -68,27 +68,10 @@ def gate_conv(
         marks, visible = state.marks(document_ids, hidden), mask
         past, document_ids, mask = state.before(marks.runs, mask)
         past_value, past_stats = past["value"], past["stats"]
-    out, stats = call(
-        torch.ops.engram.gate_conv,
-        hidden,
-        key,
-        value,
-        hidden_weight,
-        key_weight,
-        conv_weight,
-        conv_norm_weight,
-        eps=eps,
-        conv_eps=conv_eps,
-        dilation=dilation,
-        clamp=clamp,
-        zero_rule=zero_rule,
-        activation=activation,
-        document_ids=document_ids,
-        mask=mask,
-        residual=residual,
-        past_value=past_value,
-        past_stats=past_stats,
-    )
+    out, stats = _gate_conv(
+        hidden, key, value, hidden_weight, key_weight, conv_weight, conv_norm_weight, eps, conv_eps, dilation, clamp,
+        zero_rule, activation, document_ids, mask, residual, past_value, past_stats,
+    )  # fmt: skip
     if state is not None:
         state.append(marks, visible, lengths, value=value, stats=stats)
     return out
@@ -151,4 +134,4 @@ def _backward(ctx, grad_out, _):
     return *grads, *(None,) * 11
 
 
-torch.library.register_autograd("engram::gate_conv", _backward, setup_context=_setup_context)
+_gate_conv = differentiable("gate_conv", _backward, _setup_context)

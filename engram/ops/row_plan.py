@@ -15,6 +15,26 @@ class RowPlan(NamedTuple):
     runs: Tensor
     count: Tensor
 
+    @property
+    def _slot_bits(self) -> int:  # a key is (row << slot_bits) | slot, see csrc/kernels/row_plan.h
+        return self.keys.numel().bit_length()
+
+    def rows_before(self, rows: Tensor) -> Tensor:
+        """How many touched rows lie before each of `rows`, int64 ``[n]``, ascending. Waits for no device."""
+        return torch.searchsorted(self.runs, torch.searchsorted(self.keys, rows << self._slot_bits))
+
+    def rows(self, count: int) -> Tensor:
+        """The first `count` touched rows, int64 ``[count]``, ascending."""
+        return self.keys[self.runs[:count]] >> self._slot_bits
+
+    def index(self, count: int) -> Tensor:
+        """Which of the `count` touched rows each slot reads, int64 ``[slots]``; `count` for slots that are skipped."""
+        changes = torch.zeros_like(self.runs)
+        changes[self.runs[1 : count + 1]] = 1
+        numbers = changes[:-1].cumsum(0)
+        slots = self.keys & ((1 << self._slot_bits) - 1)
+        return torch.empty_like(numbers).scatter_(0, slots, numbers)
+
 
 def row_plan(rows: Tensor, num_rows: int, *, row_begin: int | None = None, mask: Tensor | None = None) -> RowPlan:
     """Sort the slots of a lookup by the row they read, once, for all that works row by row.

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engram.ops._autograd import differentiable
 from engram.ops._fake import accumulate_dtype, same_device
 from engram.ops._state import Ring
 
@@ -57,17 +58,7 @@ def short_conv(
         marks, visible = state.marks(document_ids, x), mask
         past, document_ids, mask = state.before(marks.runs, mask)
         everything, before = torch.cat([past["x"], x], 1), past["x"].shape[1]
-    out = torch.ops.engram.short_conv(
-        everything,
-        weight,
-        norm_weight,
-        dilation=dilation,
-        eps=eps,
-        activation=activation,
-        residual=residual,
-        document_ids=document_ids,
-        mask=mask,
-    )[0]
+    out = _short_conv(everything, weight, norm_weight, dilation, eps, activation, residual, document_ids, mask)[0]
     if state is None:
         return out
     state.append(marks, visible, lengths, x=x)
@@ -116,4 +107,4 @@ def _backward(ctx, grad_out, _):
     return *grads, None, None, None, None, None, None
 
 
-torch.library.register_autograd("engram::short_conv", _backward, setup_context=_setup_context)
+_short_conv = differentiable("short_conv", _backward, _setup_context)

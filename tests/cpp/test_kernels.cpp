@@ -12,6 +12,8 @@
 
 #include "kernels/cpu/isa.h"
 #include "kernels/embedding.h"
+#include "kernels/embedding_fp8.h"
+#include "kernels/embedding_int8.h"
 #include "kernels/gate_conv.h"
 #include "kernels/ngram_hash.h"
 #include "kernels/row_update.h"
@@ -162,6 +164,69 @@ template <typename T, typename Index> void test_embedding(int64_t tokens, int64_
       ok &= static_cast<double>(out[slot * d + i]) == (used ? static_cast<double>(table[row * d + i]) : 0.0);
   }
   check(ok, "embedding forward");
+}
+
+// ------------------------------------------------------------------------------------------------ quantised rows
+
+double e4m3_by_definition(uint8_t byte) {
+  const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+  if ((byte & 127) == 127) return std::numeric_limits<double>::quiet_NaN();
+  const double magnitude = exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
+  return byte & 128 ? -magnitude : magnitude;
+}
+
+// Every byte under random scales, in rows that end within a vector and within a block.
+template <typename T, typename Index> void test_quantized(int64_t tokens, int64_t C, int64_t R, int64_t d, bool shard) {
+  const int64_t slots = tokens * C, begin = shard ? 3 : 0, blocks = (d + 31) / 32;
+  std::vector<uint8_t> values(R * d), bytes(R * blocks);
+  for (auto& v : values) v = static_cast<uint8_t>(uniform(0, 255));
+  for (auto& b : bytes) b = static_cast<uint8_t>(uniform(100, 140));
+  const auto scales = normal<float>(R);
+  std::vector<Index> rows(slots);
+  for (auto& r : rows) r = static_cast<Index>(shard ? uniform(0, R + 6) : uniform(0, R - 1));
+  const Mask mask(tokens);
+  std::vector<T> out(slots * d, T(7)), rounded(slots * d, T(7));
+  const engram::EmbeddingFp8<T, Index> fp8{
+      values.data(), bytes.data(), rows.data(), mask.data(), out.data(), slots, C, R, d, blocks, begin, shard};
+  const engram::EmbeddingInt8<T, Index> int8{reinterpret_cast<const int8_t*>(values.data()),
+                                             scales.data(),
+                                             rows.data(),
+                                             mask.data(),
+                                             rounded.data(),
+                                             slots,
+                                             C,
+                                             R,
+                                             d,
+                                             begin,
+                                             shard};
+  const int64_t cut = uniform(0, slots);
+  bool ok = engram::cpu::embedding_fp8(fp8, 0, cut) == engram::kNoBadRow &&
+            engram::cpu::embedding_fp8(fp8, cut, slots) == engram::kNoBadRow &&
+            engram::cpu::embedding_int8(int8, cut, slots) == engram::kNoBadRow &&
+            engram::cpu::embedding_int8(int8, 0, cut) == engram::kNoBadRow;
+  std::vector<double> products(slots * d);
+  for (int64_t i = 0; i < slots * d; ++i) {
+    const int64_t row = static_cast<int64_t>(rows[i / d]) - begin, j = i % d;
+    const bool inside = mask.data()[i / d / C] && row >= 0 && row < R;
+    const double factor = inside ? std::ldexp(1.0, bytes[row * blocks + j / 32] - 127) : 0;
+    const double exact = inside ? e4m3_by_definition(values[row * d + j]) * factor : 0;
+    const double expected = static_cast<double>(static_cast<T>(static_cast<float>(exact)));
+    ok &= exact != exact ? out[i] != out[i] : static_cast<double>(out[i]) == expected;
+    products[i] = inside ? static_cast<int8_t>(values[row * d + j]) * double{scales[row]} : 0;
+  }
+  check(ok, "embedding_fp8");
+  close(rounded, products, "embedding_int8");
+  if (!shard && slots > 0) {
+    const std::vector<char> all(tokens, 1);
+    rows[slots - 1] = static_cast<Index>(R);
+    auto bad = fp8;
+    bad.mask = reinterpret_cast<const bool*>(all.data());
+    auto bad8 = int8;
+    bad8.mask = bad.mask;
+    check(engram::cpu::embedding_fp8(bad, 0, slots) == slots - 1 &&
+              engram::cpu::embedding_int8(bad8, 0, slots) == slots - 1,
+          "quantised lookups report a row outside");
+  }
 }
 
 // ------------------------------------------------------------------------------------------------ row_plan
@@ -692,6 +757,8 @@ template <typename T> void test_floats() {
     for (const bool shard : {false, true}) {
       test_embedding<T, int64_t>(uniform(1, 40), 3, 20, d, shard);
       test_embedding<T, int32_t>(uniform(1, 40), 2, 5, d, shard);
+      test_quantized<T, int64_t>(uniform(1, 40), 3, 20, d, shard);
+      test_quantized<T, int32_t>(uniform(1, 40), 2, 5, d, shard);
       test_rows<T, int64_t>(uniform(1, 40), 3, 20, d, shard);
       test_rows<T, int32_t>(uniform(1, 40), 2, 5, d, shard);
     }

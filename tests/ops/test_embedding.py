@@ -3,6 +3,7 @@ import importlib
 import os
 import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +38,53 @@ def test_rows_of_other_shards(function, row_begin, far):
     assert torch.equal(out, inside[..., None].float().expand(1, 4, 3))
     out.sum().backward()
     assert table.grad.sum() == 3 * inside.sum()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("cuts", [(0, 37), (0, 1, 37), (0, 12, 12, 30, 37)], ids=str)
+def test_shards_are_slices_of_the_whole(cuts, masked, dtype, device):
+    """Forward, dense and sparse gradients of each shard: the bits of the unsharded op, whatever the cut."""
+    inputs = named("embedding", "mask" if masked else "repeats")[0](device, dtype)
+    table = inputs["table"].requires_grad_()
+    out = ops.embedding(**inputs)
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    dense, = torch.autograd.grad(out, table, grad_out)
+    for begin, end in zip(cuts, cuts[1:]):
+        shard = table.detach()[begin:end].requires_grad_()
+        options = inputs | dict(table=shard, row_begin=begin)
+        part = ops.embedding(**options)
+        inside = (inputs["rows"] >= begin) & (inputs["rows"] < end)
+        assert torch.equal(part, torch.where(inside[..., None], out, 0))
+        plan = ops.row_plan(inputs["rows"], end - begin, row_begin=begin, mask=inputs["mask"])
+        for sparse, given in ((False, None), (True, None), (False, plan), (True, plan)):
+            grad, = torch.autograd.grad(ops.embedding(**options, sparse_grad=sparse, plan=given), shard, grad_out)
+            assert torch.equal(grad.to_dense(), dense[begin:end])
+            if sparse:
+                seen = inside if inputs["mask"] is None else inside & inputs["mask"][..., None]
+                assert torch.equal(grad.indices()[0], inputs["rows"][seen].unique() - begin)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="asks Linux which pages of a file are in memory")
+def test_rows_of_other_shards_cost_nothing(tmp_path):
+    """The lookup reads no page of the table for them, and their gradient is empty."""
+    rows, width = 1 << 16, 64
+    path = str(tmp_path / "table")
+    table = torch.from_file(path, shared=True, size=rows * width).view(rows, width)
+    foreign = torch.randint(rows, (4096, 8))
+    foreign[::2] += 2 * rows                    # below the shard [rows, 2 * rows), and beyond it
+
+    def resident() -> int:
+        return int(Path("/proc/self/smaps").read_text().split(path)[1].split("Rss:")[1].split()[0])
+
+    out = ops.embedding(table, foreign, row_begin=rows)
+    assert resident() == 0 and not out.any()
+    keys, runs, count = ops.row_plan(foreign, rows, row_begin=rows)
+    assert count.item() == 0
+    assert torch.ops.engram.row_sum(out, keys, runs, count)[1].shape == (0, width)
+    ops.embedding(table, foreign[1:2], row_begin=0)
+    assert resident() > 0
 
 
 @pytest.mark.parametrize("device", DEVICES)

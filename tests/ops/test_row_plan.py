@@ -37,6 +37,24 @@ def test_any_rows(slots, num_rows, columns, row_begin):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("slots, rows", [(0, 5), (1, 1), (40, 7), (300, 5000)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_touched_rows(slots, rows, masked, device):
+    """The unique rows of a plan, how many lie before given ones, and where each slot finds its own."""
+    draw = torch.Generator().manual_seed(slots)
+    touched = torch.randint(rows, (slots, 1), generator=draw).to(device)
+    mask = (torch.rand(slots, generator=draw) < 0.5).to(device) if masked else None
+    plan = ops.row_plan(touched, rows, mask=mask)
+    seen = torch.ones(slots, dtype=torch.bool, device=device) if mask is None else mask
+    unique, count = touched[seen].unique(), plan.count.item()
+    assert torch.equal(plan.rows(count), unique)
+    edges = torch.tensor([0, rows // 2, rows], device=device)
+    assert plan.rows_before(edges).tolist() == [int((unique < edge).sum()) for edge in edges]
+    index = plan.index(count)
+    assert torch.equal(unique[index[seen]], touched[seen, 0]) and bool((index[~seen] == count).all())
+
+
 def test_sorted_rows_stay():
     """What a coalesced gradient brings: nothing to sort, each row a run of its own."""
     rows = torch.arange(0, 30_000, 3)[:, None]

@@ -17,11 +17,9 @@ template int64_t embedding_forward<int64_t>(const EmbeddingForward<int64_t>&, in
 
 #else
 #include "kernels/cpu/vec.h"
+#include "kernels/cpu/lookup.h"
 
 namespace engram::cpu::ENGRAM_ISA {
-
-// Far enough ahead for a row to arrive from memory, near enough to stay in the first-level cache until it is used.
-constexpr int64_t kPrefetchSlots = 16;
 
 // One row of Lines * 64 bytes, a length that the compiler knows (0: any).
 template <int Lines> ENGRAM_INLINE void copy_row(char* to, const char* from, int64_t bytes) {
@@ -35,26 +33,12 @@ template <int Lines> ENGRAM_INLINE void copy_row(char* to, const char* from, int
 
 template <int Lines, typename Index>
 ENGRAM_TARGET int64_t embedding_rows(const EmbeddingForward<Index>& a, int64_t begin, int64_t end) {
-  int64_t bad = kNoBadRow;
   const int64_t bytes = Lines > 0 ? Lines * 64 : a.row_bytes;
-  for (int64_t slot = begin; slot < end; ++slot) {
-    if (slot + kPrefetchSlots < end) {
-      const int64_t ahead = local_row(a, slot + kPrefetchSlots);
-      if (ahead >= 0 && ahead < a.table_rows) {
-        const char* p = a.table + ahead * bytes;
-        for (int64_t b = 0; b < std::min<int64_t>(bytes, 512); b += 64) __builtin_prefetch(p + b);
-      }
-    }
-    const int64_t row = local_row(a, slot);
-    char* out = a.out + slot * bytes;
-    if (row >= 0 && row < a.table_rows) {
-      copy_row<Lines>(out, a.table + row * bytes, bytes);
-    } else {
-      std::memset(out, 0, bytes);
-      if (row < 0 && bad == kNoBadRow) bad = slot;
-    }
-  }
-  return bad;
+  return for_each_slot(
+      a, begin, end, [&](int64_t row) ENGRAM_INLINE_LAMBDA { prefetch(a.table + row * bytes, bytes); },
+      [&](int64_t slot, int64_t row)
+          ENGRAM_INLINE_LAMBDA { copy_row<Lines>(a.out + slot * bytes, a.table + row * bytes, bytes); },
+      [&](int64_t slot) ENGRAM_INLINE_LAMBDA { std::memset(a.out + slot * bytes, 0, bytes); });
 }
 
 template <typename Index>

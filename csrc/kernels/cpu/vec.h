@@ -78,8 +78,9 @@ ENGRAM_INLINE void store(BFloat16* p, f32 v) {  // round to nearest even; NaN st
       _mm512_mask_permutexvar_epi16(_mm512_set1_epi16(0x7fc0), number, upper, reinterpret_cast<__m512i>(rounded));
   std::memcpy(p, &h, 32);
 #else
-  const u32 nan = bits - bits + 0x7fc0u;
-  const u16 h = __builtin_convertvector(v == v ? rounded >> 16 : nan, u16);
+  // By a mask: compilers take a comparison of vectors wider than the processor's one element at a time.
+  const u32 nan = reinterpret_cast<u32>((0x7f800000 - reinterpret_cast<i32>(bits & 0x7fffffffu)) >> 31);
+  const u16 h = __builtin_convertvector(((rounded >> 16) & ~nan) | (nan & 0x7fc0u), u16);
   std::memcpy(p, &h, sizeof h);
 #endif
 }

@@ -1,19 +1,11 @@
 #include "../embedding.h"
-#include "launch.cuh"
+#include "lookup.cuh"
 
 namespace engram::cuda {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWordsInFlight = 4;  // independent loads of a thread before its first store
-
-// The row of the table that a slot reads, or -1 for zeros.
-template <typename Index>
-__device__ __forceinline__ int64_t row_of(const EmbeddingForward<Index>& a, int64_t slot, int32_t* bad) {
-  const int64_t row = local_row(a, slot);
-  if (bad && row < 0) atomicExch(bad, 1);
-  return row < a.table_rows ? row : -1;
-}
 
 // A block copies `slots_per_block` rows. First one thread a slot finds where its row begins; then the rows are copied
 // as one stream of words, so that writes are contiguous whatever the width of a row.

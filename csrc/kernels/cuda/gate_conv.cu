@@ -1,35 +1,10 @@
-#include "../gate_conv.h"
-#include "conv.cuh"
-#include "gate.cuh"
+#include "gate_conv.cuh"
 
 namespace engram::cuda {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kColumnThreads = 640;  // of the gate's backward, as in gate.cu
-
-// What a token and branch contribute: alpha * value to the output, beta * value to the convolution.
-template <typename A> struct Factors {
-  A alpha, beta, rx;
-};
-
-// stats: the row of the token, [3 G + 1].
-template <typename A>
-__device__ __forceinline__ Factors<A> factors_of(const A* stats, int64_t g, int64_t branches, A conv_eps, bool norm,
-                                                 const GateOptions<A>& o) {
-  Factors<A> f;
-  f.alpha = gate_alpha(stats[g * kGateStats], o);
-  f.rx = norm ? reciprocal_root(f.alpha * f.alpha * stats[branches * kGateStats] + conv_eps) : A(1);
-  f.beta = f.alpha * f.rx;
-  return f;
-}
-
-// The row of position t: of a token, or of the past where t is negative. Both are [B, .., pitch].
-template <typename T>
-__device__ __forceinline__ const T* row_at(const ShortConvShape& s, const T* tokens, const T* past, int64_t b,
-                                           int64_t t, int64_t pitch) {
-  return t < 0 ? past + ((b + 1) * s.past + t) * pitch : tokens + (b * s.tokens + t) * pitch;
-}
 
 // ---- Forward ----
 
@@ -47,14 +22,8 @@ __global__ void __launch_bounds__(kThreads) gate_conv_stats_kernel(const GateCon
     if (a.shape.mask && !a.shape.mask[position_at(a.shape, token / a.shape.tokens, token % a.shape.tokens)]) {
       if (lane < (g < G ? kGateStats : 1)) stats[lane] = 0;
     } else if (g == G) {
-      A sum = 0;
-      for (int64_t d = lane * N; d < D; d += kWarp * N) {
-        const auto v = load<N, kVector>(a.value + token * D + d, D - d);
-#pragma unroll
-        for (int i = 0; i < N; ++i) sum += v[i] * v[i];
-      }
-      sum = warp_sum(sum);
-      if (lane == 0) stats[0] = sum / A(D);
+      const A mean = mean_square<kVector, N>(a.value + token * D, D);
+      if (lane == 0) stats[0] = mean;
     } else {
       const int64_t at = (token * G + g) * D;
       const GateScores<A> r =
@@ -124,10 +93,7 @@ __global__ void __launch_bounds__(kThreads) gate_conv_forward_kernel(const GateC
       for (int n = 0; n < N; ++n) z[n] += taps[j][n] * (tap[n] * factor);
     }
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-      z[n] = alpha[i] * v[n] + (s.silu ? z[n] * sigmoid(z[n]) : z[n]);
-      if (a.options.residual) z[n] += passed_on[n];
-    }
+    for (int n = 0; n < N; ++n) z[n] = mixed(alpha[i], v[n], z[n], s.silu, a.options.residual, passed_on[n]);
     store<kVector>(a.out + row + i * pitch, narrow<H, N>(z), available);
   }
 }
