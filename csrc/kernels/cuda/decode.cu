@@ -233,7 +233,19 @@ __device__ __forceinline__ Pack<A, N> weights(const AnyFloat& w, int64_t at, int
   return to;
 }
 
-// Does tap reach from t to `back` positions before? By one warp.
+// By one warp, in the order of gate_conv.cu; the result is in every lane.
+template <bool kVector, int N, typename K>
+__device__ __forceinline__ accumulate_t<K> mean_square(const K* value, int64_t D) {
+  accumulate_t<K> sum = 0;
+  for (int64_t d = static_cast<int64_t>(threadIdx.x % kWarp) * N; d < D; d += kWarp * N) {
+    const auto v = load<N, kVector>(value + d, D - d);
+#pragma unroll
+    for (int i = 0; i < N; ++i) sum += v[i] * v[i];
+  }
+  return warp_sum(sum) / accumulate_t<K>(D);
+}
+
+// Does a tap reach from t to `back` positions before? By one warp.
 __device__ __forceinline__ bool reaches(const ShortConvShape& s, int64_t b, int64_t t, int64_t back) {
   if (!counts(s, b, t - back)) return false;
   const int64_t* run = s.document_ids + position_at(s, b, t);
@@ -330,7 +342,10 @@ __global__ void __launch_bounds__(kMixThreads, 1) decode_mix_kernel(const Decode
             [&](int n) { return weights<A, 1, false>(a.conv_weight, (g * D + d + n) * s.taps + j, n < available)[0]; });
     }
 #pragma unroll
-    for (int n = 0; n < N; ++n) z[n] = mixed(alpha, v[n], z[n], s.silu, o.residual, passed_on[n]);
+    for (int n = 0; n < N; ++n) {
+      z[n] = alpha * v[n] + (s.silu ? z[n] * sigmoid(z[n]) : z[n]);  // to the bit as in gate_conv.cu
+      if (o.residual) z[n] += passed_on[n];
+    }
     store<kVector>(mix.out + row + d, narrow<H, N>(z), available);
   }
 

@@ -22,8 +22,14 @@ __global__ void __launch_bounds__(kThreads) gate_conv_stats_kernel(const GateCon
     if (a.shape.mask && !a.shape.mask[position_at(a.shape, token / a.shape.tokens, token % a.shape.tokens)]) {
       if (lane < (g < G ? kGateStats : 1)) stats[lane] = 0;
     } else if (g == G) {
-      const A mean = mean_square<kVector, N>(a.value + token * D, D);
-      if (lane == 0) stats[0] = mean;
+      A sum = 0;
+      for (int64_t d = lane * N; d < D; d += kWarp * N) {
+        const auto v = load<N, kVector>(a.value + token * D + d, D - d);
+#pragma unroll
+        for (int i = 0; i < N; ++i) sum += v[i] * v[i];
+      }
+      sum = warp_sum(sum);
+      if (lane == 0) stats[0] = sum / A(D);
     } else {
       const int64_t at = (token * G + g) * D;
       const GateScores<A> r =
@@ -93,7 +99,10 @@ __global__ void __launch_bounds__(kThreads) gate_conv_forward_kernel(const GateC
       for (int n = 0; n < N; ++n) z[n] += taps[j][n] * (tap[n] * factor);
     }
 #pragma unroll
-    for (int n = 0; n < N; ++n) z[n] = mixed(alpha[i], v[n], z[n], s.silu, a.options.residual, passed_on[n]);
+    for (int n = 0; n < N; ++n) {
+      z[n] = alpha[i] * v[n] + (s.silu ? z[n] * sigmoid(z[n]) : z[n]);
+      if (a.options.residual) z[n] += passed_on[n];
+    }
     store<kVector>(a.out + row + i * pitch, narrow<H, N>(z), available);
   }
 }

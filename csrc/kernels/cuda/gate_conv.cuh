@@ -29,22 +29,4 @@ __device__ __forceinline__ const T* row_at(const ShortConvShape& s, const T* tok
   return t < 0 ? past + ((b + 1) * s.past + t) * pitch : tokens + (b * s.tokens + t) * pitch;
 }
 
-// By one warp; the result is in every lane.
-template <bool kVector, int N, typename K>
-__device__ __forceinline__ accumulate_t<K> mean_square(const K* value, int64_t D) {
-  accumulate_t<K> sum = 0;
-  for (int64_t d = static_cast<int64_t>(threadIdx.x % kWarp) * N; d < D; d += kWarp * N) {
-    const auto v = load<N, kVector>(value + d, D - d);
-#pragma unroll
-    for (int i = 0; i < N; ++i) sum += v[i] * v[i];
-  }
-  return warp_sum(sum) / accumulate_t<K>(D);
-}
-
-// An output before it is rounded.
-template <typename A> __device__ __forceinline__ A mixed(A alpha, A value, A z, bool silu, bool residual, A hidden) {
-  const A y = alpha * value + (silu ? z * sigmoid(z) : z);
-  return residual ? y + hidden : y;
-}
-
 }  // namespace engram::cuda
