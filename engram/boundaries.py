@@ -19,6 +19,17 @@ def check_tokenwise(
             raise ValueError(f"{owner}: {name} must be {kind} {list(shape)}, got {describe(tensor)}")
 
 
+def check_lengths(owner: str, shape: Sequence[int], lengths: Tensor) -> None:
+    """Raise ValueError unless `lengths` is integer [B] and (on the CPU) within [0, T]."""
+    batch, tokens = shape
+    if not is_integer(lengths) or tuple(lengths.shape) != (batch,):
+        raise ValueError(f"{owner}: lengths must be integer [{batch}], got {describe(lengths)}")
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = lengths[(lengths < 0) | (lengths > tokens)]
+        if wrong.numel():
+            raise ValueError(f"{owner}: lengths must be in [0, {tokens}], got {wrong[0].item()}")
+
+
 def visible_tokens(owner: str, shape: Sequence[int], mask: Tensor | None, lengths: Tensor | None) -> Tensor | None:
     """bool [B, T]: True where `mask` [B, T] is and the position is below `lengths` [B]. None if both are None.
 
@@ -28,14 +39,8 @@ def visible_tokens(owner: str, shape: Sequence[int], mask: Tensor | None, length
     check_tokenwise(owner, shape, mask=mask)
     if lengths is None:
         return mask
-    batch, tokens = shape
-    if not is_integer(lengths) or tuple(lengths.shape) != (batch,):
-        raise ValueError(f"{owner}: lengths must be integer [{batch}], got {describe(lengths)}")
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = lengths[(lengths < 0) | (lengths > tokens)]
-        if wrong.numel():
-            raise ValueError(f"{owner}: lengths must be in [0, {tokens}], got {wrong[0].item()}")
-    within = torch.arange(tokens, device=lengths.device) < lengths[:, None]
+    check_lengths(owner, shape, lengths)
+    within = torch.arange(shape[1], device=lengths.device) < lengths[:, None]
     return within if mask is None else within & mask
 
 

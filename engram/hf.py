@@ -257,8 +257,9 @@ def _begin(layer: Any, engram: Engram, hidden: Tensor, max_rollback: int) -> Eng
                          "max_rollback made them forget): begin with an empty cache")
     if not _is(layer, _cache_layer):
         layer.__class__ = _cache_layer(type(layer))
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    device, dtype = hidden.device.type, None
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:  # which autocast leaves as it is
+        dtype = torch.get_autocast_dtype(device)
     state = layer.engram_state = engram.init_state(hidden.shape[0], max_rollback, dtype=dtype)
     if layer.is_compileable:
         for tensor in pytree.tree_leaves(state):

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from engram import _C, ops, quantize, reference_keys, tables
-from engram.boundaries import check_tokenwise, describe, document_runs, is_integer, visible_tokens
+from engram.boundaries import check_lengths, check_tokenwise, describe, document_runs, is_integer, visible_tokens
 from engram.config import QUANTIZED, EngramConfig
 from engram.ops import Marks, Ring
 from engram.profiling import stage
@@ -24,6 +25,8 @@ from engram.vocab import TokenMap
 
 _HALF = (torch.bfloat16, torch.float16)
 _SLOW_HALF = [dtype for dtype in _HALF if not _C.half_products(str(dtype).removeprefix("torch."))]
+
+_DECODED_TOKENS = 64  # B * T up to which one call of ops.decode beats the ops one after another
 
 __all__ = ["NgramHash", "MultiHeadEmbedding", "QuantizedMultiHeadEmbedding", "ContextGate", "ShortConv", "Engram"]
 
@@ -138,11 +141,7 @@ class NgramHash(nn.Module):
         if first_position is not None:
             raise ValueError("NgramHash: first_position must be None unless hash_input is 'positions', "
                              f"got {describe(first_position)}")
-        if config.compressed_vocab_size is not None and self.token_map.numel() == 0:
-            raise RuntimeError(
-                f"NgramHash: compressed_vocab_size is {config.compressed_vocab_size} but there is no token map yet; "
-                "pass token_map= or load a state dict that has one"
-            )
+        self.check_map()
         if not config.mask_blocks_hash:
             mask = None
         if config.eos_id is not None:
@@ -163,6 +162,14 @@ class NgramHash(nn.Module):
             mask=mask,
             history=history,
         )
+
+    def check_map(self) -> None:
+        """Raise RuntimeError while the token map that the configuration speaks of is missing."""
+        if self.config.compressed_vocab_size is not None and self.token_map.numel() == 0:
+            raise RuntimeError(
+                f"NgramHash: compressed_vocab_size is {self.config.compressed_vocab_size} but there is no token map yet; "
+                "pass token_map= or load a state dict that has one"
+            )
 
     def _rows_of_positions(self, token_ids: Tensor, first_position: Tensor | None) -> Tensor:
         """The hash of t, t - 1, ... where that of token t, t - 1, ... would be; negative positions read as the pad."""
@@ -559,6 +566,13 @@ class ShortConv(nn.Module):
                f"dilation={config.conv_dilation}, eps={config.conv_norm_eps}"
 
 
+# What `ops.decode` stands for.
+_PARTS: dict[str, type[nn.Module]] = dict(
+    hash=NgramHash, embedding=MultiHeadEmbedding, key_proj=nn.Linear, value_proj=nn.Linear, gate=ContextGate,
+    conv=ShortConv,
+)
+
+
 class Engram(nn.Module):
     """One Engram layer: hash the last tokens, look the rows up, let each branch gate them in, mix along the sequence.
 
@@ -655,6 +669,10 @@ class Engram(nn.Module):
             TypeError: an argument that is no tensor, or a state that is no EngramState.
             ValueError: a wrong shape, dtype or device, neither `token_ids` nor `rows`, or a state of other sizes.
         """
+        decodes = state is not None and rows is None and self._decodes(hidden, token_ids, state)
+        if decodes and state is not None and state.conv is not None and token_ids is not None:
+            with stage("decode"):
+                return self._decode(hidden, token_ids, document_ids, mask, state.history, state.conv, lengths, residual)
         config = self.config
         residual = config.residual if residual is None else residual
         self._check_tensors(
@@ -718,6 +736,72 @@ class Engram(nn.Module):
         if state is not None and token_ids is not None and marks is not None:
             state.history.append(marks, blocking, lengths, ids=token_ids.long())
         return out.view(hidden.shape)
+
+    def _decodes(self, hidden: Any, token_ids: Any, state: Any) -> bool:
+        """Whether `ops.decode` does this step: few tokens, no gradient, one dtype for all that it streams, and parts that
+        are as they were built, unhooked. It runs for every token, so parameters are taken out of their dictionaries, ten
+        times as fast as by attribute. False, too, for arguments that `forward` refuses."""
+        if not isinstance(hidden, Tensor) or not isinstance(token_ids, Tensor) or not isinstance(state, EngramState):
+            return False
+        shape, config = hidden.shape, self.config
+        streams = (config.branches, config.hidden_size)
+        if len(shape) < 3 or shape[2:] != (streams if len(shape) == 4 else streams[1:] if streams[0] == 1 else ()):
+            return False
+        if state.conv is None or token_ids.shape != shape[:2] or state.history.reach != config.max_ngram_size - 1:
+            return False
+        if config.hash_input != "tokens" or hidden.device.type not in ("cpu", "cuda"):
+            return False
+        # Where lengths are symbols, a graph for all of them does without: it must not be for few tokens only.
+        tokens = shape[0] * shape[1]
+        if not (statically_known_true(tokens > 0) and statically_known_true(tokens <= _DECODED_TOKENS)):
+            return False
+        parts: dict[str, Any] = self._modules
+        for name, kind in _PARTS.items():
+            part = parts.get(name)
+            if type(part) is not kind or part._forward_hooks or part._forward_pre_hooks:
+                return False
+        dtype = parts["embedding"]._parameters["weight"].dtype
+        if parts["key_proj"]._parameters["weight"].dtype != dtype or state.conv.tensors["value"].dtype != dtype:
+            return False
+        if hidden.dtype != dtype and (hidden.dtype != torch.float32 or dtype not in _HALF):
+            return False
+        if torch.is_autocast_enabled(hidden.device.type):
+            return False
+        return not torch.is_grad_enabled() or not any(x.requires_grad for x in (hidden, *self.parameters()))
+
+    def _decode(
+        self, hidden: Tensor, token_ids: Tensor, document_ids: Tensor | None, mask: Tensor | None, history: Ring,
+        kept: Ring, lengths: Tensor | None, residual: bool | None,
+    ) -> Tensor:
+        config, shape = self.config, hidden.shape
+        parts: dict[str, Any] = self._modules
+        if not (document_ids is None and mask is None and lengths is None):
+            self._check_tensors(hidden=hidden, document_ids=document_ids, mask=mask, lengths=lengths)
+            if lengths is not None:
+                check_lengths("Engram", shape[:2], lengths)
+        parts["hash"].check_map()
+        constants = parts["hash"]._buffers
+        table, key_proj, value_proj, gate, conv = (
+            parts[name]._parameters for name in ("embedding", "key_proj", "value_proj", "gate", "conv"))
+        hidden_weight, key_weight, conv_norm = gate["hidden_weight"], gate["key_weight"], conv["norm_weight"]
+        if config.shared_norms or config.zero_centred_norms:
+            hidden_weight, key_weight = parts["gate"].norm_weights()
+            conv_norm = norm_weight(config, conv_norm)
+        token_map = constants["token_map"]
+        out = ops.decode(
+            hidden if len(shape) == 4 else hidden.unsqueeze(2), token_ids, constants["multipliers"],
+            constants["moduli"], constants["offsets"], table["weight"],
+            key_proj["weight"], key_proj["bias"], value_proj["weight"], value_proj["bias"],
+            hidden_weight, key_weight, conv["weight"], conv_norm,
+            list(history.tensors.values()), list(kept.tensors.values()),
+            pad_id=config.pad_id, max_rollback=history.max_rollback, eps=norm_eps(config, hidden),
+            conv_eps=config.conv_norm_eps, dilation=config.conv_dilation, zero_rule=config.zero_rule,
+            eos_id=config.eos_id if config.boundary == "eos" else None, mask_blocks_hash=config.mask_blocks_hash,
+            conv_reset=config.conv_reset, token_map=token_map if token_map.numel() else None,
+            document_ids=document_ids, mask=mask, lengths=lengths,
+            residual=config.residual if residual is None else residual,
+        )
+        return out if len(shape) == 4 else out.view(shape)
 
     def _ungated(
         self,

@@ -32,8 +32,8 @@ assert_type(config.memory_width, int)
 assert_type(EngramConfig.from_dict(config.to_dict()), EngramConfig)
 assert_type(EngramConfig.preset("demo").describe().total.rows, int)
 
-token_map = TokenMap.from_tokenizer("tokenizer.json", progress=True) if Path("tokenizer.json").exists() else TokenMap.identity(100)
-assert_type(token_map, TokenMap)
+token_map = TokenMap.identity(100)
+assert_type(TokenMap.from_tokenizer("tokenizer.json", progress=True), TokenMap)
 assert_type(token_map.fingerprint, str)
 token_map.save(Path("map.npz"))
 
@@ -47,7 +47,8 @@ assert_type(state.position, Tensor)
 assert_type(state.to("cpu").clone(), EngramState)
 state.rollback(torch.tensor([1, 2]))
 
-rows = ops.ngram_hash(torch.zeros(1, 4, dtype=torch.int64), layer.hash.multipliers, layer.hash.moduli, layer.hash.offsets, pad_id=0)
+constants = layer.hash.multipliers, layer.hash.moduli, layer.hash.offsets
+rows = ops.ngram_hash(torch.zeros(1, 4, dtype=torch.int64), *constants, pad_id=0)
 plan = ops.row_plan(rows[0], 110)
 assert_type(plan, ops.RowPlan)
 assert_type(plan.count, Tensor)

@@ -14,7 +14,7 @@ import engram
 from engram import ops, reference
 from engram.cli.errors import UsageError
 
-NO_GRADIENT = ("ngram_hash", "embedding_fp8", "embedding_int8", "row_plan", "row_sum", "row_update")
+NO_GRADIENT = ("decode", "ngram_hash", "embedding_fp8", "embedding_int8", "row_plan", "row_sum", "row_update")
 EXACT = ("embedding_fp8", "embedding_int8")  # their one rounding is the reference's, whatever the dtype of the result
 IN_PLACE = {"row_update": ("table", "first", "second")}  # what an operator writes, where it returns nothing
 
@@ -91,6 +91,16 @@ def inputs(op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if op == "gate_conv":
         conv = dict(conv_weight=floats(G, D, K) / 2, conv_norm_weight=1 + floats(G, D) / 4)
         return gate | conv, dict(eps=1e-6, dilation=3, document_ids=documents, mask=mask, residual=True)
+    if op == "decode":
+        del gate["key"], gate["value"]
+        moduli = torch.tensor([[11, 13, 17, 19]])
+        weights = dict(
+            table=floats(60, D), key_proj=floats(G * D, 4 * D) / D, key_bias=floats(G * D), value_proj=floats(D, 4 * D) / D,
+            value_bias=floats(D), conv_weight=floats(G, D, K) / 2, conv_norm_weight=1 + floats(G, D) / 4,
+        )
+        hashing = dict(token_ids=integers(V, B, T), multipliers=2 * integers(2**62, 1, 3) + 1, moduli=moduli,
+                       offsets=moduli.cumsum(1) - moduli, pad_id=2, document_ids=documents, mask=mask)
+        return gate | weights, hashing | dict(eps=1e-6, conv_eps=1e-5, dilation=3, max_rollback=0, residual=True)
     lookup: dict[str, Any] = dict(rows=integers(60, B, T, 4), mask=mask)
     if op == "row_plan":
         return {}, lookup | dict(num_rows=60)
@@ -118,6 +128,8 @@ def measure(op: str, device: str, dtype: torch.dtype) -> tuple[float, float | No
     for module, place, exact in ((ops, device, False), (reference, "cpu", True)):
         leaves = {name: x.to(place, torch.float64 if exact else x.dtype, copy=True) for name, x in rounded.items()}
         others = {name: v.to(place) if isinstance(v, torch.Tensor) else v for name, v in constants.items()}
+        if op == "decode":
+            others |= _fresh_state(leaves, others["token_ids"])
         if op in NO_GRADIENT:
             output = getattr(module, op)(**leaves, **others)
             outputs = [leaves[name] for name in IN_PLACE[op]] if op in IN_PLACE else output
@@ -134,6 +146,19 @@ def measure(op: str, device: str, dtype: torch.dtype) -> tuple[float, float | No
     (outputs, gradients), (expected, expected_gradients) = results
     return (max(map(relative, outputs, expected)),
             None if op in NO_GRADIENT else max(map(relative, gradients, expected_gradients)))
+
+
+def _fresh_state(leaves: dict[str, Tensor], like: Tensor) -> dict[str, list[Tensor]]:
+    """`history` and `conv` of `ops.decode`, nothing appended yet: trigrams, and nine positions for the taps."""
+    B, D, G = like.shape[0], *reversed(leaves["conv_norm_weight"].shape)
+    wide = torch.float64 if leaves["hidden"].dtype == torch.float64 else torch.float32
+
+    def ring(slots: int, *payload: Tensor) -> list[Tensor]:
+        marks = [like.new_zeros(B, slots) for _ in range(2)]
+        return [like.new_zeros(B), like.new_zeros(B), like.new_zeros(B, slots, dtype=torch.bool), *marks, *payload]
+
+    value = leaves["table"].new_zeros(B, 9, D)
+    return dict(history=ring(2, like.new_zeros(B, 2)), conv=ring(9, value, value.new_zeros(B, 9, 3 * G + 1, dtype=wide)))
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
