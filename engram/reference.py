@@ -10,6 +10,8 @@ G residual branches, D hidden size, K conv taps.
 
 Sources: Engram (arXiv 2601.07372), sections 2.2 to 2.4, and the demo that the paper was published with.
 """
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -68,6 +70,7 @@ def ngram_hash(
     visible = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask
     readable = torch.cat([readable_past, visible], 1)
     ids = torch.cat([past, token_ids.long()], 1)
+    stand_in: Tensor | int = pad_id
     if token_map is not None:
         vocab_size = token_map.shape[0]
         if not 0 <= pad_id < vocab_size:
@@ -76,7 +79,7 @@ def ngram_hash(
         if wrong.numel():
             raise IndexError(f"{op}: token_ids and history must be in [0, {vocab_size}), got {wrong[0].item()}")
         ids = token_map[torch.where(readable, ids, pad_id)].long()
-        pad_id = token_map[pad_id].long()
+        stand_in = token_map[pad_id].long()
 
     columns = moduli.shape[1] // (order - 1)
     blocked = torch.zeros_like(token_ids, dtype=torch.bool)
@@ -88,7 +91,7 @@ def ngram_hash(
         if s and document_ids is not None:
             crossed = document_ids[:, 1:] != document_ids[:, :-1]       # between t and t + 1; none before the start
             blocked = blocked | F.pad(crossed, (s, 0))[:, :tokens]
-        token = torch.where(blocked, pad_id, ids[:, slot])
+        token = torch.where(blocked, stand_in, ids[:, slot])
         mix = mix ^ token * multipliers[:, s, None, None]
         if s:
             column = slice((s - 1) * columns, s * columns)
@@ -119,7 +122,8 @@ def embedding(
     _check(table.dim() == 2, op, "table must be [R, d]", table)
     local, inside = _local_rows(op, table, rows, row_begin, mask)
     if sparse_grad:
-        return _SparseLookup.apply(table, local, inside)
+        found: Tensor = _SparseLookup.apply(table, local, inside)  # type: ignore[no-untyped-call]  # torch's
+        return found
     # Only a gradient needs the wider type: it is what the sum over repeated rows is kept in.
     source = table.to(_accumulate(table)) if table.requires_grad else table
     out = source.new_zeros(*rows.shape, table.shape[1])
@@ -189,14 +193,14 @@ def embedding_int8(
 
 class _SparseLookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, table, local, inside):
+    def forward(ctx: Any, table: Tensor, local: Tensor, inside: Tensor) -> Tensor:
         ctx.save_for_backward(local, inside)
         ctx.shape = table.shape
         out = table.new_zeros(*local.shape, table.shape[1])
         return out.index_put((inside,), table[local[inside]])
 
     @staticmethod
-    def backward(ctx, grad_out):
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None]:
         local, inside = ctx.saved_tensors
         rows, slots = local[inside].unique(return_inverse=True)
         sums = grad_out.new_zeros(len(rows), ctx.shape[1], dtype=_accumulate(grad_out))
@@ -280,13 +284,13 @@ def row_update(
     if table.numel() == 0:
         return
     wide = _accumulate(table)
-    if keys is None:
+    if keys is None or runs is None or count is None:
         rows, g = torch.arange(table.shape[0], device=table.device), grad.to(wide)
     else:
         rows, g = row_sum(grad.to(wide), keys, runs, count)
     g = -g if maximize else g
     w = table[rows].to(wide) * (1 - lr * weight_decay)
-    change, number = g, step.item()
+    change, number = g, int(step)
     if first is not None:
         change = beta1 * first[rows] + (1 - beta1 if rule == "adam" else 1) * g
         first[rows] = change
@@ -389,7 +393,7 @@ def short_conv(
     residual: bool = True,
     document_ids: Tensor | None = None,
     mask: Tensor | None = None,
-    state=None,
+    state: None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
     """Causal dilated depthwise convolution over the tokens, with the norm before and the activation after it.
@@ -463,7 +467,7 @@ def gate_conv(
     document_ids: Tensor | None = None,
     mask: Tensor | None = None,
     residual: bool = False,
-    state=None,
+    state: None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
     """short_conv(gate(...)), rounded once at the end.
@@ -568,7 +572,7 @@ def decode(
     conv_runs, conv_documents = _continue_runs(conv, runs if marked else None, torch.zeros_like(visible), None)
     (past_value, past_stats), past_visible, past_runs = _last_positions(conv, reach)
     wide, k, v = (x.to(memory.dtype) for x in (hidden, key, value))
-    options = dict(eps=eps, zero_rule=zero_rule)
+    options: dict[str, Any] = dict(eps=eps, zero_rule=zero_rule)
     gated = gate(wide, k, v, hidden_weight, key_weight, mask=visible, **options)
     # A gate whose score is known: one channel, already normalised.
     score = past_stats[..., : 3 * branches : 3, None]

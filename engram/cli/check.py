@@ -101,7 +101,7 @@ def inputs(op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         hashing = dict(token_ids=integers(V, B, T), multipliers=2 * integers(2**62, 1, 3) + 1, moduli=moduli,
                        offsets=moduli.cumsum(1) - moduli, pad_id=2, document_ids=documents, mask=mask)
         return gate | weights, hashing | dict(eps=1e-6, conv_eps=1e-5, dilation=3, max_rollback=0, residual=True)
-    lookup = dict(rows=integers(60, B, T, 4), mask=mask)
+    lookup: dict[str, Any] = dict(rows=integers(60, B, T, 4), mask=mask)
     if op == "row_plan":
         return {}, lookup | dict(num_rows=60)
     plan = dict(zip(("keys", "runs", "count"), reference.row_plan(**lookup, num_rows=60)))
@@ -123,7 +123,8 @@ def measure(op: str, device: str, dtype: torch.dtype) -> tuple[float, float | No
     rounded = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     if op in IN_PLACE and dtype != torch.float64:
         rounded |= {name: tensors[name].float() for name in ("first", "second")}
-    grad_output, results = None, []
+    results: list[tuple[list[Tensor], list[Tensor]]] = []  # outputs and gradients, of ours, then of the reference
+    grad_output = None
     for module, place, exact in ((ops, device, False), (reference, "cpu", True)):
         leaves = {name: x.to(place, torch.float64 if exact else x.dtype, copy=True) for name, x in rounded.items()}
         others = {name: v.to(place) if isinstance(v, torch.Tensor) else v for name, v in constants.items()}
@@ -140,8 +141,8 @@ def measure(op: str, device: str, dtype: torch.dtype) -> tuple[float, float | No
         if grad_output is None:
             draw = torch.Generator().manual_seed(1)
             grad_output = torch.randn(output.shape, generator=draw, dtype=torch.float64).to(dtype)
-        gradients = torch.autograd.grad(output, list(leaves.values()), grad_output.to(place, output.dtype))
-        results.append(([output.detach().cpu()], [g.cpu().double() for g in gradients]))
+        found = torch.autograd.grad(output, list(leaves.values()), grad_output.to(place, output.dtype))
+        results.append(([output.detach().cpu()], [g.cpu().double() for g in found]))
     (outputs, gradients), (expected, expected_gradients) = results
     return (max(map(relative, outputs, expected)),
             None if op in NO_GRADIENT else max(map(relative, gradients, expected_gradients)))
@@ -163,8 +164,8 @@ def _fresh_state(leaves: dict[str, Tensor], like: Tensor) -> dict[str, list[Tens
 def relative(got: Tensor, expected: Tensor) -> float:
     """Norm of the difference over the norm of what was expected; of integers the share that differs."""
     if not expected.is_floating_point():
-        return (got != expected).double().mean().item()
-    return ((got.double() - expected).norm() / expected.norm()).item()
+        return float((got != expected).double().mean())
+    return float((got.double() - expected).norm() / expected.norm())
 
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
@@ -186,11 +187,11 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 def check_one(op: str, device: str, dtype: torch.dtype, tolerance: tuple[float, float | None]) -> dict[str, Any]:
     """Check, print one line, return it as a record."""
-    record = {"op": op, "device": device, "dtype": str(dtype).removeprefix("torch.")}
+    record: dict[str, Any] = {"op": op, "device": device, "dtype": str(dtype).removeprefix("torch.")}
     try:
         forward, gradients = errors = measure(op, device, dtype)
         # "not <=" rather than ">": a NaN fails.
-        record["ok"] = all(e is None or e <= t for e, t in zip(errors, tolerance))
+        record["ok"] = all(e is None or t is not None and e <= t for e, t in zip(errors, tolerance))
         record |= {"forward": forward, "gradients": gradients}
         exact = "" if forward else "  exact"
         text = f"forward {forward:7.1e}" + (f"  gradients {gradients:7.1e}" if gradients is not None else exact)

@@ -15,9 +15,10 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from engram import ops
 from engram.boundaries import describe
 from engram.distributed.exchange import Lookup, OwnedColumns, Route, UniqueRows
-from engram.distributed.layout import Layout
+from engram.distributed.layout import Layout, Piece
 from engram.distributed.peers import Peers
 from engram.nn import MultiHeadEmbedding
+from engram.progress import Progress, reporting
 from engram.storage import empty_table, fill_normal_pieces_
 
 NAME = "ShardedMultiHeadEmbedding"
@@ -118,7 +119,7 @@ class ShardedMultiHeadEmbedding(MultiHeadEmbedding):
             fill_normal_pieces_(self.weight, self.std, pieces, self.layout.rows * self.dim)
 
     @property
-    def _pieces(self):
+    def _pieces(self) -> tuple[Piece, ...]:
         return self.layout.of_rank(self.peers.rank)
 
     @torch.compiler.disable
@@ -142,12 +143,15 @@ class ShardedMultiHeadEmbedding(MultiHeadEmbedding):
         """
         if plan is not None:
             raise ValueError(f"{NAME}: plan must be None, the lookup makes its own")
-        if self._prefetched is None:
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is None:
             self._check(rows, mask)
             route, fetched = self._exchange(self.peers, rows, mask)
         else:
-            route, fetched = self._take_prefetched(rows, mask)
-        return Lookup.apply(self.weight, fetched, route, self.peers, self.sparse, self.gradient_scale)
+            route, fetched = self._take(prefetched, rows, mask)
+        out: Tensor = Lookup.apply(  # type: ignore[no-untyped-call]  # torch's
+            self.weight, fetched, route, self.peers, self.sparse, self.gradient_scale)
+        return out
 
     def prefetch(self, rows: Tensor, mask: Tensor | None = None) -> None:
         """Start the lookup of the next forward, beside what the caller does now: on a thread, on CUDA with a stream.
@@ -171,8 +175,7 @@ class ShardedMultiHeadEmbedding(MultiHeadEmbedding):
             prefetched, self._prefetched = self._prefetched, None
             prefetched.result.result()
 
-    def _take_prefetched(self, rows: Tensor, mask: Tensor | None) -> tuple[Route, Tensor]:
-        prefetched, self._prefetched = self._prefetched, None
+    def _take(self, prefetched: _Prefetched, rows: Tensor, mask: Tensor | None) -> tuple[Route, Tensor]:
         route, fetched = prefetched.result.result()
         self.peers.caught_up(self.weight.device)
         if self.weight._version != prefetched.version:
@@ -180,11 +183,13 @@ class ShardedMultiHeadEmbedding(MultiHeadEmbedding):
         for name, wanted, given in (("rows", prefetched.rows, rows), ("mask", prefetched.mask, mask)):
             if wanted is given:
                 continue
-            same = wanted is not None and given is not None and wanted.shape == given.shape
-            if same and given.is_cuda:
-                torch._assert_async((wanted == given).all(), f"{NAME}: {name} differ from those prefetched")
-            elif not (same and torch.equal(wanted, given.to(wanted.dtype))):
-                raise RuntimeError(f"{NAME}: {name} must be what was prefetched, got another")
+            if wanted is not None and given is not None and wanted.shape == given.shape:
+                if given.is_cuda:
+                    torch._assert_async((wanted == given).all(), f"{NAME}: {name} differ from those prefetched")
+                    continue
+                if torch.equal(wanted, given.to(wanted.dtype)):
+                    continue
+            raise RuntimeError(f"{NAME}: {name} must be what was prefetched, got another")
         if fetched.is_cuda:
             for tensor in (fetched, route.ids):
                 tensor.record_stream(torch.cuda.current_stream(fetched.device))
@@ -210,12 +215,15 @@ class ShardedMultiHeadEmbedding(MultiHeadEmbedding):
                 raise ValueError(f"{NAME}: {name} must be on {self.weight.device} like weight, got {tensor.device}")
 
     @torch.no_grad()
-    def load_full_weight(self, source: Tensor | str | os.PathLike, name: str | None = None) -> None:
+    def load_full_weight(
+        self, source: Tensor | str | os.PathLike[str], name: str | None = None, *, progress: Progress = False
+    ) -> None:
         """Copy the own rows out of a whole table. No rank ever holds more than its shard and 64 MiB.
 
         Args:
             source: [R, d] of any float dtype and device, or a safetensors file that has it.
             name: of the tensor in the file; None: the only one of shape [R, d].
+            progress: see `engram.progress`; counts the own rows.
 
         Raises:
             RuntimeError: `weight` is on the meta device.
@@ -227,7 +235,7 @@ class ShardedMultiHeadEmbedding(MultiHeadEmbedding):
         if isinstance(source, Tensor):
             if list(source.shape) != shape:
                 raise ValueError(f"{NAME}.load_full_weight: source must be {shape}, got {describe(source)}")
-            return self._copy_rows(source)
+            return self._copy_rows(source, progress)
         from safetensors import safe_open
 
         with safe_open(Path(source), framework="pt") as file:
@@ -236,15 +244,17 @@ class ShardedMultiHeadEmbedding(MultiHeadEmbedding):
             if len(names) != 1:
                 wanted = "one tensor" if name is None else name
                 raise ValueError(f"{NAME}.load_full_weight: {source} must have {wanted} of shape {shape}, got {found}")
-            self._copy_rows(file.get_slice(names[0]))
+            self._copy_rows(file.get_slice(names[0]), progress)
 
-    def _copy_rows(self, source: Any) -> None:
-        block = max(1, COPY_BYTES // (8 * self.dim))
-        for piece in self._pieces:
-            for begin in range(piece.begin, piece.end, block):
-                end = min(begin + block, piece.end)
-                local = piece.local + begin - piece.begin
-                self.weight[local : local + end - begin].copy_(source[begin:end])
+    def _copy_rows(self, source: Any, progress: Progress) -> None:
+        block, total = max(1, COPY_BYTES // (8 * self.dim)), len(self.weight)
+        with reporting(progress, "loading", " rows") as report:
+            for piece in self._pieces:
+                for begin in range(piece.begin, piece.end, block):
+                    end = min(begin + block, piece.end)
+                    local = piece.local + begin - piece.begin
+                    self.weight[local : local + end - begin].copy_(source[begin:end])
+                    report(local + end - begin, total)
 
     def distributed_view(self, tensor: Tensor) -> DTensor:
         """What belongs to the own rows, [local rows, ...] of one or two dimensions, as a DTensor [R, ...] over the own
@@ -280,11 +290,14 @@ class ShardedMultiHeadEmbedding(MultiHeadEmbedding):
             return parts[0]
         return torch.cat(parts) if parts else self.weight.new_empty((0, *tensor.shape[1:]))
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "weight"] = self.distributed_view(self.weight.detach())
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing: list[str],
+        unexpected: list[str], errors: list[str],
+    ) -> None:
         key = prefix + "weight"
         if key in state_dict:
             try:

@@ -86,7 +86,7 @@ class Layout:
         else:
             begins = self.head_begins
             ranges = [[(begins[head], begins[head + 1]) for head in heads] for heads in self.heads]
-        pieces = []
+        pieces: list[Piece] = []
         for rank, own in enumerate(ranges):
             local = 0
             for begin, end in own:

@@ -27,21 +27,22 @@ class Peers:
     def __init__(
         self, group: dist.ProcessGroup | None = None, prefetch_group: dist.ProcessGroup | None = None
     ) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if world is None:
             raise RuntimeError("engram.distributed needs torch.distributed: call init_process_group first")
-        self.group = dist.group.WORLD if group is None else group
+        self.group = world if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("engram.distributed: this rank must be in the group")
         self.bytes_sent = 0
         self._worker: ThreadPoolExecutor | None = None
         self._side = None if prefetch_group is None else Peers(prefetch_group)
-        if prefetch_group is not None and (prefetch_group is self.group or self._ranks() != self._side._ranks()):
+        if self._side is not None and (prefetch_group is self.group or self._ranks() != self._side._ranks()):
             raise ValueError("engram.distributed: prefetch_group must be another group of the same ranks, got "
                              f"{self._side._ranks()} for {self._ranks()}")
         self._stream: torch.cuda.Stream | None = None
 
-    def __deepcopy__(self, memo: dict) -> "Peers":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Peers":
         return self
 
     def _ranks(self) -> list[int]:
@@ -77,7 +78,7 @@ class Peers:
 
     def agree(self, op: str, **values: Any) -> None:
         """Raise ValueError, on every rank alike, unless all have the same values: before anything could hang."""
-        everybody = [None] * self.size
+        everybody: list[Any] = [None] * self.size
         dist.all_gather_object(everybody, values, group=self.group)
         for name in values:
             found = [other.get(name, "nothing") for other in everybody]
@@ -86,7 +87,7 @@ class Peers:
                 raise ValueError(f"{op}: all ranks must have the same {name}, got {_short(found[0])} on rank 0 and "
                                  f"{_short(found[rank])} on rank {rank}")
 
-    def ahead(self, work: Callable[["Peers"], Any], device: torch.device) -> Future:
+    def ahead(self, work: Callable[["Peers"], Any], device: torch.device) -> Future[Any]:
         """Run `work(peers)` on a thread of its own (on CUDA with a stream of its own), one after the other.
 
         Its collectives run in a group of their own, so they cannot get between those of the main thread.
@@ -102,28 +103,28 @@ class Peers:
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, "engram-prefetch")
         if device.type != "cuda":
-            return self._worker.submit(self._run, work)
+            return self._worker.submit(self._run, self._side, work)
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
-        ready = torch.cuda.current_stream(device).record_event()
+        side, stream, ready = self._side, self._stream, torch.cuda.current_stream(device).record_event()
 
         def on_stream() -> Any:
-            with torch.cuda.device(device), torch.cuda.stream(self._stream):
-                self._stream.wait_event(ready)
-                return self._run(work)
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                return self._run(side, work)
 
         return self._worker.submit(on_stream)
 
     def caught_up(self, device: torch.device) -> None:
         """What was done ahead is ordered before what the caller does next."""
-        if device.type == "cuda":
+        if device.type == "cuda" and self._stream is not None:
             torch.cuda.current_stream(device).wait_stream(self._stream)
 
-    def _run(self, work: Callable[["Peers"], Any]) -> Any:
+    def _run(self, side: "Peers", work: Callable[["Peers"], Any]) -> Any:
         with torch.no_grad():
-            before = self._side.bytes_sent
-            result = work(self._side)
-            self.bytes_sent += self._side.bytes_sent - before
+            before = side.bytes_sent
+            result = work(side)
+            self.bytes_sent += side.bytes_sent - before
             return result
 
 

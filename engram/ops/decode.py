@@ -77,20 +77,24 @@ def decode(
         ValueError: a wrong dtype, shape, device or value, or a state of other sizes.
     """
     # By position: of a step of one token, finding thirty names in the schema would be a good part.
-    return torch.ops.engram.decode.default(
+    out: Tensor = torch.ops.engram.decode.default(
         hidden, token_ids, multipliers, moduli, offsets, table, key_proj, key_bias, value_proj, value_bias, hidden_weight,
         key_weight, conv_weight, conv_norm_weight, history, conv, pad_id, max_rollback, eps, conv_eps, dilation, zero_rule,
         eos_id, mask_blocks_hash, conv_reset, token_map, document_ids, mask, lengths, residual,
     )  # fmt: skip
+    return out
 
 
 @torch.library.register_fake("engram::decode")
 def _(
-    hidden, token_ids, multipliers, moduli, offsets, table, key_proj, key_bias, value_proj, value_bias, hidden_weight,
-    key_weight, conv_weight, conv_norm_weight, history, conv, pad_id, max_rollback, eps, conv_eps, dilation,
-    zero_rule="sign", eos_id=None, mask_blocks_hash=True, conv_reset=True, token_map=None, document_ids=None, mask=None,
-    lengths=None, residual=False,
-):  # fmt: skip
+    hidden: Tensor, token_ids: Tensor, multipliers: Tensor, moduli: Tensor, offsets: Tensor, table: Tensor,
+    key_proj: Tensor, key_bias: Tensor | None, value_proj: Tensor, value_bias: Tensor | None,
+    hidden_weight: Tensor | None, key_weight: Tensor | None, conv_weight: Tensor, conv_norm_weight: Tensor | None,
+    history: list[Tensor], conv: list[Tensor], pad_id: int, max_rollback: int, eps: float, conv_eps: float,
+    dilation: int, zero_rule: str = "sign", eos_id: int | None = None, mask_blocks_hash: bool = True,
+    conv_reset: bool = True, token_map: Tensor | None = None, document_ids: Tensor | None = None,
+    mask: Tensor | None = None, lengths: Tensor | None = None, residual: bool = False,
+) -> Tensor:  # fmt: skip
     same_device(
         "decode", hidden=hidden, token_ids=token_ids, multipliers=multipliers, moduli=moduli, offsets=offsets,
         table=table, key_proj=key_proj, key_bias=key_bias, value_proj=value_proj, value_bias=value_bias,
