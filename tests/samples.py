@@ -290,7 +290,8 @@ def decode(
     mixing = gate_conv(draw, batch=batch, tokens=tokens, branches=branches, width=width, taps=taps, dilation=dilation,
                        mask=mask, lengths=lengths, layout=layout, **gating)
     columns = (order - 1) * heads
-    shapes = dict(table=(int(hashing["moduli"].sum()), row_width), key_proj=(branches * width, columns * row_width),
+    # Room for the largest moduli: the same size for every seed.
+    shapes = dict(table=(2000 * columns, row_width), key_proj=(branches * width, columns * row_width),
                   value_proj=(width, columns * row_width))
     floats = {name: strided(draw.normal(*shape) / shape[1] ** 0.5, layout) for name, shape in shapes.items()}
     for name, size in (("key_bias", branches * width), ("value_bias", width)):
