@@ -61,8 +61,11 @@ def test_stages_show_where_asked_for(options):
 def test_stages_hold_their_ops(layer):
     with profiling.stages(), profile(activities=[ProfilerActivity.CPU]) as trace:
         layer()
-    parents = {event.name: event.cpu_parent.name for event in trace.events() if event.name.startswith("engram::")}
-    assert parents == {
+    def stage_of(event) -> str:  # past the ranges of autograd, which are named after its functions
+        return event.name if event.name.startswith("engram.") else stage_of(event.cpu_parent)
+
+    found = {event.name: stage_of(event) for event in trace.events() if event.name.startswith("engram::")}
+    assert found == {
         "engram::ngram_hash": "engram.hash", "engram::embedding": "engram.lookup",
         "engram::gate_conv": "engram.gate_conv",
     }
