@@ -18,6 +18,8 @@ from pathlib import Path
 
 import engram
 from benchmarks import report, run
+from engram.cli.check import devices
+from engram.cli.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
 TOTAL_SECONDS = 450                 # of the 8 minutes; the build counts
@@ -112,7 +114,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--built-in", type=float, default=0, metavar="S", help="seconds that the build has taken")
     options = parser.parse_args(argv)
     if options.device == "cuda":
-        run.require_gpu(parser)
+        try:
+            devices("cuda")
+        except UsageError as error:
+            parser.error(str(error))
     machine = run.machine(options.device)
     end = time.monotonic() + options.seconds - options.built_in
     name = re.sub(r"[^a-z0-9]+", "-", machine["gpu"]["name"].lower()).strip("-") if "gpu" in machine else "cpu"

@@ -309,7 +309,7 @@ def profile_all(options: argparse.Namespace) -> None:
         for work in works(choose(options)):
             averages = profile(next(iter(work.contenders(work))), str(work), 100)
             print(f"{work}, threads {threads}")
-            print(averages.table(sort_by="self_cpu_time_total", row_limit=12, max_name_column_width=80), flush=True)
+            print(averages.table(sort_by="self_cpu_time_total", row_limit=20, max_name_column_width=80), flush=True)
 
 
 def profile(ours: Contender, label: str, runs: int):
