@@ -77,7 +77,7 @@ def measure(rank: int, options: argparse.Namespace, store: str, out: str) -> Non
             grad = torch.ones_like(out_rows)
             out_rows.backward(grad)
             sent = table.peers.bytes_sent
-            plan = make_plan(CONFIG, ranks=options.ranks, tokens=options.tokens, sharding=sharding, itemsize=4,
+            plan = make_plan(CONFIG, ranks=options.ranks, tokens=options.tokens, sharding=sharding, dtype=torch.float32,
                              unique=unique, equal_tokens=equal, machine=machine)
             ahead = median(lambda: table(rows), options.runs)
             both = median(lambda: torch.autograd.grad(table(rows), table.weight, grad), options.runs)

@@ -1,13 +1,15 @@
 """What the ranks of tests/test_distributed.py do: each function is called on every rank of a group, with the same
 options, and checks its own rank's part against the unsharded module."""
+import copy
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from engram import EngramConfig, distributed, nn, ops, optim
-from engram.distributed import ShardedMultiHeadEmbedding
+from engram.distributed import ShardedMultiHeadEmbedding, ShardedQuantizedMultiHeadEmbedding
 from torch import Tensor
 
 PREFETCH_GROUPS = {}    # another group of the same ranks, by group
@@ -32,33 +34,21 @@ def lookup(group, *, cases: list[dict[str, Any]]) -> int:
 
 def one_lookup(
     group, *, sizes, dim, sharding, tokens, splits=None, dtype=torch.float32, sparse=False, equal=False, masked=False,
-    hot=False, scale=1.0, seed=0, index=torch.int64, prefetch=False,
+    hot=False, scale=1.0, seed=0, index=torch.int64, prefetch=False, multiple=1, format=None,
 ) -> None:
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     torch.manual_seed(seed)
-    whole = nn.MultiHeadEmbedding(sizes, dim, std=0.5, dtype=dtype)
+    whole = nn.MultiHeadEmbedding(sizes, dim, std=0.5, row_multiple=multiple, dtype=dtype)
     after = torch.rand(())
     torch.manual_seed(seed)
     mine = ShardedMultiHeadEmbedding(
         sizes, dim, group=group, sharding=sharding, splits=splits, sparse=sparse, equal_tokens=equal,
-        gradient_scale=scale, std=0.5, dtype=dtype,
+        gradient_scale=scale, std=0.5, row_multiple=multiple, dtype=dtype,
         prefetch_group=PREFETCH_GROUPS[group])
     assert torch.equal(after, torch.rand(()))
-    pieces = mine.layout.of_rank(rank)
-    rows_here = torch.cat([torch.arange(p.begin, p.end) for p in pieces] or [torch.arange(0)])
+    rows_here = own_rows(mine)
     assert torch.equal(mine.weight, whole.weight[rows_here])
-
-    generator = torch.Generator().manual_seed(seed)
-    lookups = []
-    for count in tokens[:world]:
-        rows = draw_rows(sizes, count, generator, hot, index)
-        if not equal:       # any row may stand in any column then
-            rows = rows.flatten()[torch.randperm(rows.numel(), generator=generator)].view(rows.shape)
-        mask = torch.rand(1, count, generator=generator) < 0.6 if masked else None
-        if mask is not None:
-            rows[~mask] = torch.iinfo(index).max        # never read
-        values = torch.randn(*rows.shape, dim, generator=generator)
-        lookups.append((rows, mask, values))
+    lookups = draw_lookups(dim, sizes, tokens[:world], equal, masked, hot, seed, index)
     rows, mask, values = lookups[rank]
     for exact in (True, False):     # small integers: sums are exact, so their order does not show
         whole.weight.grad = None
@@ -86,6 +76,82 @@ def one_lookup(
             assert (grad.double() - wanted.double()).norm() <= tolerance * wanted.double().norm()
 
 
+def own_rows(table: distributed.table.ShardedTable) -> Tensor:
+    pieces = table.layout.of_rank(table.peers.rank)
+    return torch.cat([torch.arange(p.begin, p.end) for p in pieces] or [torch.arange(0)])
+
+
+def draw_lookups(dim, sizes, tokens, equal, masked, hot, seed, index) -> list[tuple[Tensor, Tensor | None, Tensor]]:
+    """Rows, mask and a gradient for each rank; rows are not contiguous where there are several columns."""
+    generator = torch.Generator().manual_seed(seed)
+    lookups = []
+    for count in tokens:
+        rows = draw_rows(sizes, count, generator, hot, index)
+        if not equal:       # any row may stand in any column then
+            rows = rows.flatten()[torch.randperm(rows.numel(), generator=generator)].view(rows.shape)
+        mask = torch.rand(1, count, generator=generator) < 0.6 if masked else None
+        if mask is not None:
+            rows[~mask] = torch.iinfo(index).max        # never read
+        values = torch.randn(*rows.shape, dim, generator=generator)
+        lookups.append((rows.transpose(1, 2).contiguous().transpose(1, 2), mask, values))
+    return lookups
+
+
+def quantized_lookup(group, *, cases: list[dict[str, Any]]) -> int:
+    for number, case in enumerate(cases):
+        try:
+            one_quantized_lookup(group, **case)
+        except Exception as error:
+            raise AssertionError(f"case {number}: {case}") from error
+    return len(cases)
+
+
+def one_quantized_lookup(
+    group, *, sizes, dim, sharding, tokens, splits, dtype, equal, masked, hot, seed, index, prefetch, multiple, format,
+    sparse, scale,
+) -> None:
+    """Without `sparse` and `scale`, which are about gradients."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    kind = dict(format=format, out_dtype=dtype, row_multiple=multiple)
+    whole = random_table(nn.QuantizedMultiHeadEmbedding(sizes, dim, **kind), seed)
+    mine = ShardedQuantizedMultiHeadEmbedding(
+        sizes, dim, group=group, sharding=sharding, splits=splits, equal_tokens=equal,
+        prefetch_group=PREFETCH_GROUPS[group], **kind)
+    assert not mine.values.view(torch.uint8).any() and not mine.scales.view(torch.uint8).any()
+    mine.load_full_table((whole.values, whole.scales))
+    same_bytes(mine, whole)
+    lookups = draw_lookups(1, sizes, tokens[:world], equal, masked, hot, seed, index)
+    rows, mask, _ = lookups[rank]
+    if prefetch:
+        mine.prefetch(rows, mask)
+    out, expected = mine(rows, mask), whole(rows, mask)
+    assert out.dtype == dtype and out.shape == expected.shape and not out.requires_grad
+    assert out.view(torch.uint8).equal(expected.view(torch.uint8))      # NaN included
+    if equal and sharding != "rows":
+        heads = [len(heads) for heads in mine.layout.heads]
+        per_row = dim + (-(-dim // 32) if format == "fp8" else 4)
+        away = tokens[0] * (len(sizes) - heads[rank]) * 4 + (world - 1) * tokens[0] * heads[rank] * per_row
+        assert mine.peers.bytes_sent == away
+
+
+def random_table(whole: nn.QuantizedMultiHeadEmbedding, seed: int) -> nn.QuantizedMultiHeadEmbedding:
+    """Any bytes at all as values, and as E8M0 scales; float32 scales are numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    for buffer in (whole.values, whole.scales):
+        raw = buffer.view(torch.uint8)
+        raw.copy_(torch.randint(256, raw.shape, generator=generator, dtype=torch.uint8))
+    if whole.format == "int8":
+        whole.scales.normal_(generator=generator)
+    return whole
+
+
+def same_bytes(mine: ShardedQuantizedMultiHeadEmbedding, whole: nn.QuantizedMultiHeadEmbedding) -> None:
+    here = own_rows(mine)
+    for name in ("values", "scales"):
+        own, full = (getattr(table, name) for table in (mine, whole))
+        assert own.dtype == full.dtype and own.contiguous().view(torch.uint8).equal(full[here].view(torch.uint8)), name
+
+
 def raises(kind, text: str, function, *args, **options) -> None:
     try:
         function(*args, **options)
@@ -107,7 +173,10 @@ def refusals(group) -> None:
     raises(ValueError, "all ranks must have the same sharding", make, sharding="rows" if rank else "heads")
     raises(ValueError, "all ranks must have the same dtype", make, dtype=torch.float32 if rank else torch.bfloat16)
     raises(ValueError, "all ranks must have the same dim", make, dim=0 if rank else 3)      # wrong on one rank only
-    raises(ValueError, "needs sizes >= 1 and dim >= 1, got [5, 0] and 4", make, (5, 0))
+    raises(ValueError, "needs sizes, dim and row_multiple >= 1, got [5, 0], 4 and 1", make, (5, 0))
+    raises(ValueError, "all ranks must have the same sizes, got (5, 7) on rank 0 and (5, 'x') on rank 1", make,
+           (5, 7) if rank == 0 else (5, "x"))
+    raises(TypeError, "'NoneType' object is not iterable", make, None)
     raises(ValueError, "sharding must be one of rows, heads, strided-heads, got 'columns'", make, sharding="columns")
     raises(ValueError, f"splits must be {world} numbers that add up to the 12 rows", make, splits=[1] * world)
     raises(ValueError, f"splits must be {world} numbers that add up to the 2 heads", make, sharding="heads", splits=[0] * world)
@@ -123,7 +192,7 @@ def refusals(group) -> None:
     raises(IndexError, "rows must be in [0, 12)", table, rows + 6)
     raises(RuntimeError, "weight is on the meta device", make(device="meta"), rows)
     raises(RuntimeError, "weight is on the meta device", make(device="meta").load_full_weight, torch.zeros(12, 4))
-    raises(ValueError, "source must be [12, 4], got ", table.load_full_weight, torch.zeros(11, 4))
+    raises(ValueError, "source must be [12, 4], float64, ", table.load_full_weight, torch.zeros(11, 4))
     raises(ValueError, "prefetch needs a prefetch_group", table.prefetch, rows)
     heads = make(sharding="heads", equal_tokens=True)
     raises(IndexError, "rows of column 0 must be in [0, 5), its head, got 5", heads, torch.tensor([[5, 6]]))
@@ -171,7 +240,7 @@ def full_weights(group, *, folder: str) -> None:
             assert table.weight.is_meta
             table.to_empty(device="cpu")
             table.load_full_weight(source)
-            rows_here = torch.cat([torch.arange(p.begin, p.end) for p in table.layout.of_rank(rank)] or [torch.arange(0)])
+            rows_here = own_rows(table)
             assert torch.equal(table.weight, full[rows_here])
             table.load_full_weight(full.double() + 1)
             assert torch.equal(table.weight, full[rows_here] + 1)
@@ -180,9 +249,14 @@ def full_weights(group, *, folder: str) -> None:
             table.load_state_dict(table.state_dict())
             assert torch.equal(table.weight, full[rows_here])
             raises(RuntimeError, "weight must have 23 rows", table.load_state_dict, {"weight": full[:-1]})
-    raises(ValueError, "must have one tensor of shape [23, 6], got ", table.load_full_weight, save_twice(full, path))
+            table.load_state_dict({"weight": full}, assign=True)
+            assert torch.equal(table.weight, full[rows_here])
+            assert table.weight.untyped_storage().nbytes() == table.weight.nbytes       # not a view of the whole
+            assert table.local_part(full.double()).dtype == torch.float64               # a rank without rows, too
+    raises(ValueError, "source must be [23, 6], float64, ", table.load_full_weight, full.long())
+    raises(ValueError, "must have one tensor for weight of shape [23, 6], ", table.load_full_weight, save_twice(full, path))
     table.load_full_weight(path, "b")
-    raises(ValueError, "must have c of shape [23, 6], got ", table.load_full_weight, path, "c")
+    raises(ValueError, "must have c of shape [23, 6], ", table.load_full_weight, path, "c")
 
 
 def save_twice(full: Tensor, path: Path) -> Path:
@@ -190,6 +264,100 @@ def save_twice(full: Tensor, path: Path) -> Path:
 
     save_file({"a": full, "b": full + 1}, path)
     return path
+
+
+def full_tables(group, *, folder: str, format: str) -> None:
+    """Every way for the rows of a quantised table to come in: tensors, files, floats, state dicts."""
+    from safetensors.torch import save_file
+
+    sizes, dim, rank = [4, 8, 11], 40, dist.get_rank(group)
+    whole = random_table(nn.QuantizedMultiHeadEmbedding(sizes, dim, format=format, row_multiple=8), 3)
+    assert len(whole.values) == 24
+    tensors = {"layer.embed.weight": whole.values, "layer.embed.scale": whole.scales, "other": torch.zeros(24, dim)}
+    path = Path(folder) / f"{format}-{rank}.safetensors"
+    save_file(tensors, path)
+    names = ("layer.embed.weight", "layer.embed.scale")
+    for sharding in ("rows", "heads", "strided-heads"):
+        def make(**options):
+            return ShardedQuantizedMultiHeadEmbedding(
+                sizes, dim, format=format, row_multiple=8, group=group, sharding=sharding, **options)
+
+        for source, given in (((whole.values, whole.scales), None), (path, None), (str(path), names)):
+            table = make(device="meta").to_empty(device="cpu")
+            table.reset_parameters()
+            assert not table.values.view(torch.uint8).any() and not table.scales.view(torch.uint8).any()
+            table.load_full_table(source, given)
+            same_bytes(table, whole)
+        for state in (whole.state_dict(), table.state_dict()):
+            for assign in (False, True):
+                other = make()
+                other.load_state_dict(state, assign=assign)
+                same_bytes(other, whole)
+        table.half()
+        same_bytes(copy.deepcopy(table), whole)
+        floats = torch.randn(24, dim, generator=torch.Generator().manual_seed(4))
+        quantised = nn.QuantizedMultiHeadEmbedding(sizes, dim, format=format, row_multiple=8)
+        quantised.load_float_rows(0, floats)
+        table.load_float_rows(0, floats[:10])
+        table.load_float_rows(10, floats[10:])
+        same_bytes(table, quantised)
+    kind = str(whole.values.dtype)
+    raises(ValueError, f"values must be {kind} [24, 40], got ", table.load_full_table, (whole.values[1:], whole.scales))
+    raises(ValueError, "scales must be torch.float", table.load_full_table, (whole.values, whole.values))
+    raises(ValueError, "must have other of shape [24, 40], ", table.load_full_table, path, ("other", names[1]))
+    raises(ValueError, "rows must lie within [0, 24), got [20, 44)", table.load_float_rows, 20, floats)
+    raises(RuntimeError, "values must have 24 rows, got [23, 40]", table.load_state_dict,
+           {"values": whole.values[1:], "scales": whole.scales})
+    raises(RuntimeError, "values: must be", table.load_state_dict, {"values": floats, "scales": whole.scales})
+    raises(RuntimeError, 'Missing key(s) in state_dict: "scales"', table.load_state_dict, {"values": quantised.values})
+    save_file(tensors | {"again": whole.values.view(torch.uint8).clone().view(whole.values.dtype)}, path)
+    raises(ValueError, "must have one tensor for values of shape [24, 40], ", table.load_full_table, path)
+    same_bytes(table, quantised)
+    raises(FileNotFoundError, "no file at", table.load_full_table, Path(folder) / "none.safetensors")
+    meta = make(device="meta")
+    raises(RuntimeError, "values is on the meta device", meta.load_full_table, path)
+    raises(RuntimeError, "values is on the meta device", meta, torch.zeros(1, 3, dtype=torch.int64))
+    raises(ValueError, "format must be 'fp8' or 'int8', got 'fp4'", ShardedQuantizedMultiHeadEmbedding, sizes, dim,
+           format="fp4", group=group)
+    raises(ValueError, "out_dtype must be float64, ", ShardedQuantizedMultiHeadEmbedding, sizes, dim, format=format,
+           out_dtype=torch.int8, group=group)
+    if dist.get_world_size(group) > 1:
+        raises(ValueError, "all ranks must have the same format, got 'fp8' on rank 0 and 'int8' on rank 1",
+               ShardedQuantizedMultiHeadEmbedding, sizes, dim, format="int8" if rank else "fp8", group=group)
+
+
+def quantized_memory_from_meta(group, *, folder: str) -> int:
+    """As `memory_from_meta`, values and scales."""
+    from safetensors.torch import save_file
+
+    rank, rows, dim = dist.get_rank(group), 1 << 19, 256
+    path = Path(folder) / "quantized.safetensors"
+    if rank == 0:
+        save_file({"v": torch.ones(rows, dim).to(torch.float8_e4m3fn), "s": torch.ones(rows, 8).to(torch.float8_e8m0fnu)}, path)
+    dist.barrier(group)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmHWM")
+    table = ShardedQuantizedMultiHeadEmbedding([rows // 2] * 2, dim, format="fp8", group=group, device="meta")
+    table.to_empty(device="cpu")
+    table.load_full_table(path)
+    taken = status("VmHWM") - before
+    assert bool((table(torch.full((1, 2), rows - 1)) == 1).all())
+    return taken
+
+
+def full_size(group) -> tuple[int, int]:
+    """Both layers of DeepSeek-V4.1-Flash on meta, spread: bytes of the tables here, and of memory that was taken."""
+    before = status("VmRSS")
+    config = EngramConfig.preset("deepseek-v4.1-flash")
+    layers = torch.nn.ModuleList(
+        nn.Engram(config, layer, device="meta", dtype=torch.bfloat16) for layer in config.layer_ids)
+    distributed.shard_tables(layers, group, sharding="strided-heads")
+    assert all(isinstance(layer.embedding, ShardedQuantizedMultiHeadEmbedding) for layer in layers)
+    state = layers.state_dict()
+    assert state["0.embedding.values"].shape == (384_006_168, 256) and state["1.embedding.scales"].shape[1] == 8
+    tables = [tensor for layer in layers for tensor in layer.embedding.buffers()]
+    assert all(tensor.is_meta for tensor in tables)
+    return sum(tensor.nbytes for tensor in tables), status("VmRSS") - before
 
 
 def memory_from_meta(group, *, folder: str) -> int:

@@ -45,7 +45,7 @@ def shard_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
 
     Args:
         optimizer: over parameters of `model`.
-        model: with sharded tables.
+        model: with sharded tables (quantised ones are frozen and have no state).
 
     Returns:
         optimizer.
