@@ -3,6 +3,8 @@ options, and checks its own rank's part against the unsharded module."""
 import copy
 import os
 import pickle
+import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +254,6 @@ def full_weights(group, *, folder: str) -> None:
             table.load_state_dict({"weight": full}, assign=True)
             assert torch.equal(table.weight, full[rows_here])
             assert table.weight.untyped_storage().nbytes() == table.weight.nbytes       # not a view of the whole
-            assert table.local_part(full.double()).dtype == torch.float64               # a rank without rows, too
     raises(ValueError, "source must be [23, 6], float64, ", table.load_full_weight, full.long())
     raises(ValueError, "must have one tensor for weight of shape [23, 6], ", table.load_full_weight, save_twice(full, path))
     table.load_full_weight(path, "b")
@@ -394,9 +395,9 @@ CONFIG = EngramConfig(
 class Model(torch.nn.Module):
     """Two Engram layers around a projection, in float64, where the order of sums is far below what is compared."""
 
-    def __init__(self, device=None, sparse: bool = True) -> None:
+    def __init__(self, device=None, sparse: bool = True, **fields: Any) -> None:
         super().__init__()
-        config = EngramConfig.from_dict(CONFIG.to_dict() | dict(sparse_grad=sparse))
+        config = EngramConfig.from_dict(CONFIG.to_dict() | dict(sparse_grad=sparse) | fields)
         like = dict(device=device, dtype=torch.float64)
         self.first, self.second = nn.Engram(config, 0, **like), nn.Engram(config, 2, **like)
         self.middle, self.head = torch.nn.Linear(8, 8, **like), torch.nn.Linear(8, 3, **like)
@@ -472,7 +473,7 @@ def training(group, *, beside: str, loss: str, sharding: str = "rows", optimizer
             sharded = {id(table) for table in tables}
             distributed.model.reduce_gradients([p for p in model.parameters() if id(p) not in sharded],
                                                model.first.embedding.peers)
-        if beside in ("nothing", "ddp"):
+        if beside in ("nothing", "ddp", "fsdp"):
             norm = optim.clip_grad_norm_(whole.parameters(), 0.5)
             assert torch.allclose(norm.float(), distributed.clip_grad_norm_(model, 0.5), rtol=1e-5)
         for optimizer_ in theirs + mine:
@@ -508,6 +509,202 @@ def swapped(group) -> None:
            Model() if rank == 0 else torch.nn.Sequential(Model()), group)
     groups = optim.param_groups(model.requires_grad_(), 1e-3, 0.1)
     assert [id(p) for p in groups[1]["params"]] == [id(table.weight)]
+
+    two = torch.nn.Module()     # one table under two names, and rows at its end that no head has
+    two.one = two.other = nn.MultiHeadEmbedding([5, 7], 4, row_multiple=8)
+    two.frozen = random_table(nn.QuantizedMultiHeadEmbedding([5, 7], 4, format="int8", row_multiple=16), 0)
+    whole, frozen = two.one.weight.detach().clone(), two.frozen
+    distributed.shard_tables(two, group, sharding="heads")
+    assert two.one is two.other and isinstance(two.one, ShardedMultiHeadEmbedding) and two.one.layout.rows == 16
+    same_rows(two.one, two.one.weight, whole, rank, 0.0)
+    same_bytes(two.frozen, frozen)
+    assert sorted(two._ddp_params_and_buffers_to_ignore) == [
+        "frozen.scales", "frozen.values", "one.weight", "other.weight"]
+    raises(ValueError, "model must contain the tables, got a table", distributed.shard_tables, frozen, group)
+
+
+def refused_by_one(group) -> None:
+    """What rank 1 refuses is an error on all, at once, here and ahead; afterwards they go on."""
+    rank, good = dist.get_rank(group), torch.tensor([[1, 6]])
+    like = dict(group=group, prefetch_group=PREFETCH_GROUPS[group])
+    quantized = ShardedQuantizedMultiHeadEmbedding([5, 7], 4, format="int8", **like)
+    quantized.load_float_rows(0, torch.randn(12, 4, generator=torch.Generator().manual_seed(0)))
+    for table in (ShardedMultiHeadEmbedding([5, 7], 4, **like), quantized):
+        expected = table(good)
+        for wrong, kind in ((good + 6, IndexError), (good.float(), ValueError), (good[:, :1], ValueError),
+                            (good.to("meta"), ValueError), ("rows", AttributeError)):
+            for ahead in (False, True):
+                def call():
+                    rows = wrong if rank == 1 else good
+                    if ahead:
+                        table.prefetch(rows)
+                    table(rows)
+
+                raises(*(kind, "") if rank == 1 else (RuntimeError, "rank 1 has refused its part of a lookup"), call)
+                assert torch.equal(table(good), expected)
+
+
+def lanes(group) -> None:
+    """Tables of one group prefetch in one thread and one further group, which has the timeout of the first."""
+    from crew import SECONDS
+
+    peers = distributed.peers
+    tables = [ShardedMultiHeadEmbedding([5, 7], 4, sharding=sharding) for sharding in ("rows", "heads") for _ in range(3)]
+    rows = torch.tensor([[1, 6], [4, 11]])
+    expected = [table(rows) for table in tables]
+    threads = threading.active_count()
+    for _ in range(10):
+        for table in tables:
+            table.prefetch(rows)
+        for table, wanted in reversed(list(zip(tables, expected))):
+            assert torch.equal(table(rows), wanted)
+    named = [thread for thread in threading.enumerate() if thread.name.startswith("engram-prefetch")]
+    assert len(named) <= len(peers._LANES) and threading.active_count() <= threads + 1
+    sides = {table.peers._side.group for table in tables}
+    assert len(sides) == 1 and peers._timeout(sides.pop()) == timedelta(seconds=SECONDS)
+    assert peers._timeout(group) != timedelta(seconds=SECONDS)  # new_group's own default: what would be waited for else
+
+
+def copies(group) -> None:
+    """A copy has not prefetched; a pickle is refused. Neither inference mode nor accumulation changes anything."""
+    rows = torch.tensor([[1, 6], [4, 11]])
+    like = dict(group=group, prefetch_group=PREFETCH_GROUPS[group])
+    table = ShardedMultiHeadEmbedding([5, 7], 4, **like)
+    with torch.inference_mode():
+        first = table(rows)
+        inside = ShardedQuantizedMultiHeadEmbedding([5, 7], 4, format="fp8", **like)
+        inside.prefetch(rows)
+        assert not inside(rows).any()
+    expected = table(rows)
+    assert torch.equal(first, expected) and expected.requires_grad
+    table.prefetch(rows)
+    another = copy.deepcopy(table)
+    assert torch.equal(another(rows), expected) and another.peers is table.peers
+    assert torch.equal(table(rows), expected) and table._prefetched is None
+    raises(TypeError, "cannot be pickled; save its state_dict()", pickle.dumps, table)
+    for sparse in (False, True):
+        whole = nn.MultiHeadEmbedding([5, 7], 4)
+        table = ShardedMultiHeadEmbedding([5, 7], 4, sparse=sparse, **like)
+        for _ in range(2):                                      # as many as the ranks together
+            for module, times in ((whole, dist.get_world_size(group)), (table, 1)):
+                for _ in range(times):
+                    (2 * module(rows).sum() + module(rows.flip(0)[:1]).sum()).backward()
+        assert torch.equal(table.weight.grad.to_dense(), whole.weight.grad[own_rows(table)])
+
+
+def shared_and_discarded(group) -> None:
+    """Prefetch of layers that share a table; lookups that are given up."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({name: nn.Engram(CONFIG, 0) for name in "ab"})
+    model["b"].embedding = model["a"].embedding
+    distributed.shard_tables(model, group, prefetch_group=PREFETCH_GROUPS[group])
+    hidden, tokens = torch.randn(1, 5, 8), torch.randint(50, (1, 5))
+    expected = [layer(hidden, tokens) for layer in model.values()]
+    for given_up in (True, False):
+        distributed.prefetch(model, tokens)
+        if given_up:
+            raises(RuntimeError, "the last one was not used", distributed.prefetch, model, tokens)
+            distributed.discard_prefetched(model)
+    assert all(torch.equal(layer(hidden, tokens), wanted) for layer, wanted in zip(model.values(), expected))
+    table = model["a"].embedding
+    table.prefetch(torch.full((1, 4), table.layout.rows))       # an error that nobody is told of
+    distributed.discard_prefetched(model)
+    assert all(torch.equal(layer(hidden, tokens), wanted) for layer, wanted in zip(model.values(), expected))
+
+
+def clipped(group) -> None:
+    """What is not finite comes out as from engram.optim, on whichever rank it is."""
+    for bad in (float("inf"), float("nan")):
+        whole = nn.MultiHeadEmbedding([5, 7], 2)
+        table = ShardedMultiHeadEmbedding([5, 7], 2, group=group)
+        here = own_rows(table)
+        whole.weight.grad = torch.arange(24.0).view(12, 2)
+        whole.weight.grad[11, 1] = bad
+        table.weight.grad = whole.weight.grad[here].clone()
+        norms = [optim.clip_grad_norm_(whole.weight, 1.0), distributed.clip_grad_norm_(table, 1.0)]
+        for one, other in ((whole.weight.grad[here], table.weight.grad), norms):
+            assert torch.allclose(one, other, equal_nan=True)
+
+
+def frozen(group, *, beside: str) -> None:
+    """A model with quantised tables, alone and beside data parallelism, which leaves the buffers of each rank alone."""
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        torch.manual_seed(5)
+        whole = Model(sparse=False, table_dtype=dtype)
+        for layer in (whole.first, whole.second):
+            layer.embedding.load_float_rows(0, torch.randn(len(layer.embedding.values), 4))
+        model = copy.deepcopy(whole)
+        distributed.shard_tables(model, group, sharding="strided-heads", prefetch_group=PREFETCH_GROUPS[group])
+        assert distributed.sharded_parameters(model) == [] and sum(p.numel() for p in model.parameters()) > 0
+        module = model
+        if beside == "ddp":
+            module = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+        elif beside == "fsdp":
+            from torch.distributed.device_mesh import DeviceMesh
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+        for step in range(2):
+            tokens = torch.randint(50, (2, 3 + dist.get_rank(group)))
+            if step:
+                distributed.prefetch(model, tokens)
+            out = module(tokens)
+            assert torch.equal(out, whole(tokens)) and out.any()
+            out.sum().backward()
+        for name in ("first", "second"):
+            same_bytes(getattr(model, name).embedding, getattr(whole, name).embedding)
+            assert getattr(model, name).value_proj.weight.grad is not None
+        raises(RuntimeError, "spread over ranks; see load_full_table", model.first.to_reference_state_dict)
+
+
+def frozen_checkpoint(group, *, folder: str, sharding: str, save: bool, format: str) -> None:
+    whole = random_table(nn.QuantizedMultiHeadEmbedding([4, 8, 11], 40, format=format, row_multiple=8), 1)
+    table = ShardedQuantizedMultiHeadEmbedding([4, 8, 11], 40, format=format, row_multiple=8, group=group, sharding=sharding)
+    if save:
+        table.load_full_table((whole.values, whole.scales))
+        distributed.save_checkpoint({"table": table.state_dict()}, folder, 1, group)
+        return
+    state = {"table": table.state_dict()}
+    assert distributed.load_checkpoint(state, folder, group) == 1
+    table.load_state_dict(state["table"])
+    same_bytes(table, whole)
+
+
+def state_without_rows(group, *, folder: str) -> None:
+    """A rank that owns nothing, with a table of half width: its state is none, of the right dtype."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    world = dist.get_world_size(group)
+    for dtype in (torch.bfloat16, torch.float64):
+        table = ShardedMultiHeadEmbedding([5, 7], 4, group=group, splits=[12] + [0] * (world - 1), sparse=True, dtype=dtype)
+        optimizer = distributed.shard_optimizer_state(optim.RowWiseAdam(table.parameters(), lr=0.1), table)
+        for _ in range(2):
+            table(torch.tensor([[1, 6]])).sum().backward()
+            optimizer.step()
+            before = {name: entry.clone() for name, entry in optimizer.state[table.weight].items()}
+            optimizer.load_state_dict(optimizer.state_dict())
+            for name, entry in optimizer.state[table.weight].items():
+                assert entry.dtype == before[name].dtype and torch.equal(entry, before[name]), name
+        state = {"table": table.state_dict(), "optimizer": get_optimizer_state_dict(table, optimizer)}
+        distributed.save_checkpoint(state, folder, 1, group)
+        state = {"table": table.state_dict(), "optimizer": get_optimizer_state_dict(table, optimizer)}
+        optimizer.state[table.weight]["exp_avg_sq"].zero_()
+        distributed.load_checkpoint(state, folder, group)
+        set_optimizer_state_dict(table, optimizer, state["optimizer"])
+        for name, entry in optimizer.state[table.weight].items():
+            assert torch.equal(entry, before[name]), name
+
+
+def unnamed_backend(rank: int, size: int, store: str) -> None:
+    """A process group whose backend torch has chosen."""
+    dist.init_process_group(init_method=f"file://{store}", rank=rank, world_size=size)
+    table = ShardedMultiHeadEmbedding([5, 7], 4)
+    rows = torch.tensor([[1, 6]])
+    expected = table(rows)
+    table.prefetch(rows)
+    assert torch.equal(table(rows), expected)
+    assert table.state_dict()["weight"].device_mesh.device_type == "cpu"
+    os._exit(7)
 
 
 def ahead(group) -> None:

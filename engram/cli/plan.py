@@ -24,10 +24,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--table-size", type=int, metavar="N", help="rows of each head's table instead of the preset's")
     add("--ranks", type=int, default=8, metavar="W", help="ranks that share the tables (default: 8)")
     add("--tokens", type=int, default=4096, metavar="T", help="tokens that each rank looks up in a step (default: 4096)")
-    add("--dtype", choices=DTYPES, help="of the tables, the last two with their scales (default: the preset's, or bfloat16)")
+    add("--dtype", choices=DTYPES, help="of the tables, the last two with scales (default: the preset's, or bfloat16)")
     add("--optimizer", default="row-wise-adam", metavar="NAME",
-        help="of the tables: none, sgd, row-wise-adagrad, row-wise-adam or lazy-adamw (default: row-wise-adam; tables of "
-             "the last two dtypes are frozen)")
+        help="of the tables: none, sgd, row-wise-adagrad, row-wise-adam or lazy-adamw (default: row-wise-adam); quantised "
+             "tables are frozen and have none")
     add("--unique", type=float, default=1.0, metavar="U", help="share of a rank's row ids without repeats (default: 1)")
     add("--equal-tokens", action="store_true", help="whole heads with sizes known beforehand: nothing is made unique")
     add("--bandwidth", type=float, default=50, metavar="GB/S", help="of a rank's link, each direction (default: 50)")

@@ -57,10 +57,10 @@ class Peers:
         """What this rank has sent to others in `exchange`, here and ahead."""
         return self._sent + (0 if self._side is None else self._side.bytes_sent)
 
-    @property
-    def device_type(self) -> str:
-        """Where the group's collectives work."""
-        return "cuda" if "nccl" in dist.get_backend_config(self.group) else "cpu"
+    def device_type(self, x: Tensor | None = None) -> str:
+        """Where the group's collectives work: that of x if they do there, else the CPU if they do there."""
+        kinds = [device.type for device in self.group._device_types]
+        return next(kind for kind in (x.device.type if x is not None else "cpu", "cpu", *kinds) if kind in kinds)
 
     def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Send `send[r]` entries of x, in order of the ranks, to each rank r; get `receive[r]` from each, in order."""
@@ -91,7 +91,7 @@ class Peers:
 
     def refuse(self, device: torch.device) -> None:
         """Take part in the `exchange_counts` of the others, to say that there is nothing to exchange."""
-        device = self.device_type if device.type == "meta" else device
+        device = self.device_type() if device.type == "meta" else device
         self.exchange_counts(torch.full((self.size,), _REFUSED, dtype=torch.int64, device=device))
 
     def check_refusals(self, counts: Sequence[int]) -> None:

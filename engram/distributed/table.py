@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from engram.boundaries import describe
 from engram.checkpoint import DTYPES, Stored, find_tensors
 from engram.distributed.exchange import OwnedColumns, Route, UniqueRows
-from engram.distributed.layout import Layout
+from engram.distributed.layout import Layout, Piece
 from engram.distributed.peers import Ahead, Peers
 
 COPY_BYTES = 64 << 20  # of a full table at a time
@@ -175,7 +175,8 @@ class ShardedTable(nn.Module):
         return route, fetched
 
     def _versions(self) -> list[int]:
-        return [getattr(self, name)._version for name in self.TENSORS]
+        tensors = [getattr(self, name) for name in self.TENSORS]
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
     def _exchange(self, peers: Peers, rows: Tensor, mask: Tensor | None) -> tuple[Route, Tensor]:
         with torch.no_grad():
@@ -246,9 +247,11 @@ class ShardedTable(nn.Module):
         """What belongs to the own rows, [local rows, ...] of one or two dimensions, as a DTensor [R, ...] over the own
         pieces that share its memory: what `torch.distributed.checkpoint` can save and load at any world size."""
         trailing = tuple(tensor.shape[1:])
-        parts = [tensor[p.local : p.local + p.end - p.begin] for p in self._pieces]
-        offsets = [(p.begin, *(0 for _ in trailing)) for p in self._pieces]
-        mesh = DeviceMesh.from_group(self.peers.group, self.peers.device_type)
+        # Nothing, at the end, where there are no rows: without any part torch would take it for a float32 matrix.
+        pieces = self._pieces or (Piece(self.layout.rows, self.layout.rows, self.peers.rank, 0),)
+        parts = [tensor[p.local : p.local + p.end - p.begin] for p in pieces]
+        offsets = [(p.begin, *(0 for _ in trailing)) for p in pieces]
+        mesh = DeviceMesh.from_group(self.peers.group, self.peers.device_type(tensor))
         shape = torch.Size((self.layout.rows, *trailing))
         stride = (*trailing, 1)
         return DTensor.from_local(
@@ -264,7 +267,7 @@ class ShardedTable(nn.Module):
             raise ValueError(f"{self.NAME}: {what} must have {self.layout.rows} rows, got {list(tensor.shape)}")
         if isinstance(tensor, DTensor):
             shards = tensor._local_tensor
-            begins = [(p.begin, p.end - p.begin) for p in self._pieces]
+            begins = [(p.begin, p.end - p.begin) for p in self._pieces] or [(self.layout.rows, 0)]
             if not isinstance(shards, LocalShardsWrapper) or begins != [
                 (offset[0], shard.shape[0]) for shard, offset in zip(shards.local_shards(), shards.local_offsets())
             ]:
@@ -273,13 +276,11 @@ class ShardedTable(nn.Module):
             parts = shards.local_shards()
         else:
             parts = [tensor[p.begin : p.end] for p in self._pieces]
-        if len(parts) == 1:
-            return parts[0]
-        if not parts:
-            return torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device=self._home.device)
+        if len(parts) <= 1:
+            return parts[0] if parts else tensor[:0]
         for own in (getattr(self, name) for name in self.TENSORS):  # a state dict of this very module: nothing to copy
             mine = [own[p.local :] for p in self._pieces]
-            if own.dtype == tensor.dtype and [part.data_ptr() for part in parts] == [part.data_ptr() for part in mine]:
+            if own.dtype == parts[0].dtype and [part.data_ptr() for part in parts] == [part.data_ptr() for part in mine]:
                 return own.detach()
         return torch.cat(parts)
 
