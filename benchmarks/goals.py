@@ -126,6 +126,12 @@ TABLE: dict[tuple, list[Goal]] = {
     ("module", FORWARD, "B", F32): [times_faster("eager", 2.0), *compiled(1.5), times_products(1.4)],
     ("module", BOTH, "A", F32): [times_faster("eager", 3.3), *compiled(2.7), times_products(1.12)],
     ("module", BOTH, "B", F32): [times_faster("eager", 2.7), *compiled(1.9), times_products(1.2)],
+    ("decode", FORWARD, "A1", F32): [times_faster("eager", 2.3), times_faster("compile", 1.5), times_products(1.15)],
+    ("decode", FORWARD, "A1", BF16): [times_faster("eager", 4), times_faster("compile", 2), times_products(1.15)],
+    ("decode", FORWARD, "B1", F32): [times_faster("eager", 3.2), times_faster("compile", 1.9), times_products(1.25)],
+    ("decode", FORWARD, "B1", BF16): [times_products(1.25)],
+    ("decode", FORWARD, "Ax8", F32): [times_faster("eager", 3), times_faster("compile", 2.4), times_products(1.15)],
+    ("decode", FORWARD, "Ax8", BF16): [times_faster("eager", 4), times_faster("compile", 2.9), times_products(1.15)],
     **{("module", FORWARD, shape, BF16): [times_faster("eager", 4), *compiled(3.8)] for shape in "AB"},
     **{("module", BOTH, shape, BF16): [times_faster("eager", 5), *compiled(4.3)] for shape in "AB"},
 }

@@ -58,7 +58,7 @@ def steps(device: str, folder: Path) -> list[Step]:
         Step("benchmarks of the ops, float32",
              (*bench, *single_ops, "--dtype", "float32", "--no-compiler", "--json", str(folder / "2.jsonl")), 60),
         Step("benchmarks of the layer",
-             (*bench, "--op", "module", "table_step", "--no-compiler", "--json", str(folder / "3.jsonl")), 60),
+             (*bench, "--op", "module", "decode", "table_step", "--no-compiler", "--json", str(folder / "3.jsonl")), 60),
         Step("tests: opcheck, torch.compile, torch.export", (*tests, "tests/test_registration.py"), 90),
         Step("compute-sanitizer memcheck", (*sanitizer, "memcheck", *check), 90, "compute-sanitizer", uncached),
         Step("compute-sanitizer racecheck", (*sanitizer, "racecheck", *check), 90, "compute-sanitizer", uncached),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,8 +21,8 @@ from benchmarks.shapes import SHAPES, TABLES
 from benchmarks.timing import Contender, interleave, summary, timer_of
 from benchmarks.works import BOTH, DEFAULT_SHAPES, FORWARD, Choice, Work, works
 from engram import profiling
+from engram.cli.answer import Answer, Parser, answer
 from engram.cli.check import devices
-from engram.cli.errors import UsageError
 from samples import relative_error
 
 DESCRIPTION = """\
@@ -30,6 +31,7 @@ one work are called in turn in one process, after their results were compared wi
 a GPU times are between CUDA events, with the L2 cache flushed before every call."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_TABLES, GPU_TABLES = ("64MB", "1GB"), ("1GB", "4GB")
+STDOUT = Path("-")                  # what --json without a file means
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +55,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     chosen.add_argument("--no-compiler", action="store_true",
                         help="without torch.compile and the gather loop, which need g++ and most of the time")
     written = parser.add_argument_group("what to do with it")
-    written.add_argument("--json", type=Path, metavar="FILE", help="write one JSON line per result")
+    written.add_argument("--json", type=Path, nargs="?", const=STDOUT, metavar="FILE",
+                         help="write one JSON line per result; without FILE print one JSON object of all there is and "
+                              "nothing else: the text goes to stderr")
     written.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables of docs/benchmarks.md")
     written.add_argument("--against", type=Path, metavar="FILE",
                          help="print times over those of an earlier --json file; fail beyond --threshold")
@@ -68,14 +72,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                        help="check a few ratios with wide margins within a minute; exit status 1 if one is missed")
 
 
-def parser_of(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION)
+def parser_of(prog: str) -> Parser:
+    parser = Parser(prog=prog, description=DESCRIPTION, allow_abbrev=False)
     add_options(parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "benchmarks.run") -> int:
     """Run the command line; returns the exit status: 0 good, 1 a guard or the threshold was missed, 2 wrong usage."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    return answer(prog, partial(command, argv, prog), as_json=asks_for_json(argv))
+
+
+def asks_for_json(argv: Sequence[str]) -> bool:
+    """Whether --json stands there without a file."""
+    return any(word == "--json" and after.startswith("-") for word, after in zip(argv, [*argv[1:], "-"]))
+
+
+def command(argv: Sequence[str], prog: str) -> Answer:
+    """Exit status and record. Raises UsageError for what the user can put right."""
     parser = parser_of(prog)
     options = parser.parse_args(argv)
     if meaningless := unused(options):
@@ -83,16 +98,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "benchmarks.run") -> int
     if options.device == "cuda":
         if options.threads:
             parser.error("--threads has no meaning beside --device cuda")
-        require_gpu(parser)
+        devices("cuda")                 # a UsageError where engram's ops cannot run on a GPU
     return run(options)
-
-
-def require_gpu(parser: argparse.ArgumentParser) -> None:
-    """End with a usage error where engram's ops cannot run on a GPU."""
-    try:
-        devices("cuda")
-    except UsageError as error:
-        parser.error(str(error))
 
 
 def mode_of(options: argparse.Namespace) -> str | None:
@@ -102,19 +109,22 @@ def mode_of(options: argparse.Namespace) -> str | None:
 def unused(options: argparse.Namespace) -> str | None:
     """An option that was given and that the chosen mode has no use for."""
     chosen = ["device", "op", "shape", "dtype", "direction", "threads", "tables", "ids", "quick"]
-    timed, results = ["goals", "seconds", "no_compiler"], ["json", "markdown", "against"]
-    refused = {"rows": [*chosen, *timed, "json"], "profile": [*timed, *results], "guard": [*chosen, *timed, *results]}
+    timed, results = ["goals", "seconds", "no_compiler"], ["markdown", "against"]
+    file = [] if options.json == STDOUT else ["json"]
+    refused = {"rows": [*chosen, *timed, *file], "profile": [*timed, "json", *results],
+               "guard": [*chosen, *timed, *file, *results]}
     return next((name for name in refused.get(mode_of(options), []) if getattr(options, name)), None)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Do what the options say; returns the exit status as `main`."""
+def run(options: argparse.Namespace) -> Answer:
+    """Do what the options say; returns exit status, as `main`, and record."""
     threads = torch.get_num_threads()
     try:
         if options.guard:
             return guard()
         if options.profile:
-            return profile_all(options)
+            profile_all(options)
+            return 0, {}
         if options.rows:
             records = [record for path in options.rows for record in report.read(path)]
         else:
@@ -122,9 +132,10 @@ def run(options: argparse.Namespace) -> int:
         if options.markdown:
             options.markdown.parent.mkdir(parents=True, exist_ok=True)
             options.markdown.write_text(report.markdown(records))
+        status = 0
         if options.against:
-            return report.compare(report.read(options.against), records, options.threshold)
-        return 0
+            status = report.compare(report.read(options.against), records, options.threshold)
+        return status, {"records": records}
     finally:
         torch.set_num_threads(threads)
 
@@ -156,7 +167,7 @@ def measure_all(options: argparse.Namespace) -> Iterator[dict]:
     """All chosen results, each written to --json and to the terminal as soon as it is there."""
     choice, seconds = choose(options), seconds_of(options)
     with contextlib.ExitStack() as stack:
-        lines = stack.enter_context(options.json.open("w")) if options.json else None
+        lines = stack.enter_context(options.json.open("w")) if options.json not in (None, STDOUT) else None
 
         def put(record: dict) -> dict:
             if lines:
@@ -288,7 +299,7 @@ def prepare(work: Work) -> list[Contender]:
     return contenders
 
 
-def profile_all(options: argparse.Namespace) -> int:
+def profile_all(options: argparse.Namespace) -> None:
     """Ours alone, a hundred times under torch.profiler, with the layer's stages; a table per work.
 
     The table has the host's times. What the GPU does is for nsys and ncu, which see the same ranges through NVTX.
@@ -299,7 +310,6 @@ def profile_all(options: argparse.Namespace) -> int:
             averages = profile(next(iter(work.contenders(work))), str(work), 100)
             print(f"{work}, threads {threads}")
             print(averages.table(sort_by="self_cpu_time_total", row_limit=12, max_name_column_width=80), flush=True)
-    return 0
 
 
 def profile(ours: Contender, label: str, runs: int):
@@ -322,13 +332,13 @@ def shares(averages, label: str) -> dict[str, float]:
     return {name: round(own[name] / sum(own.values()), 3) for name in most}
 
 
-def guard() -> int:
+def guard() -> Answer:
     """A few ratios that must hold anywhere, on two threads.
 
     Of the fastest runs, which other processes on the machine disturb least, and with more chances for a missed one.
     """
     torch.set_num_threads(goals.THREADS)
-    missed, begin = 0, time.perf_counter()
+    missed, begin, record = 0, time.perf_counter(), []
     for op, direction, shape, dtype, wanted in goals.GUARDS:
         choice = Choice((op,), (shape,), (DTYPES[dtype],), DEFAULT_TABLES[:1], ("uniform",), (direction,), False)
         work = next(works(choice))
@@ -341,9 +351,10 @@ def guard() -> int:
                 break
         for verdict in verdicts:
             missed += not verdict["met"]
+            record.append({"work": str(work), **verdict})
             print(f"{'ok    ' if verdict['met'] else 'MISSED'} {work}: {report.verdict_line(verdict)}", flush=True)
     print(f"{missed} missed, {time.perf_counter() - begin:.0f} s")
-    return 1 if missed else 0
+    return (1 if missed else 0), {"ok": not missed, "guards": record}
 
 
 if __name__ == "__main__":

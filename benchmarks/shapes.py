@@ -55,6 +55,11 @@ SHAPES = {
     "S": Shape(8, 2048, 768, 1, 16, 32),      # one branch and short rows, 16384 tokens
     "A1": Shape(1, 1, 1024, 4, 16, 64),       # A, decoding
     "A64": Shape(1, 64, 1024, 4, 16, 64),
+    "Ax8": Shape(8, 1, 1024, 4, 16, 64),      # A, decoding a batch
+    "Ax64": Shape(64, 1, 1024, 4, 16, 64),
+    "B1": Shape(1, 1, 768, 1, 16, 32),        # B, decoding
+    "Bx8": Shape(8, 1, 768, 1, 16, 32),
+    "Bx64": Shape(64, 1, 768, 1, 16, 32),
 }
 TABLES = {"64MB": 64 * 2**20, "1GB": 2**30, "4GB": 2**32}
 

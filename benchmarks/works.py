@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks import limits, peers, steps
+from benchmarks import decode, limits, peers, steps
 from benchmarks.shapes import (
     SHAPES, TABLES, Shape, config, huge_page_share, make_table, token_map, token_sets,
 )
@@ -82,10 +82,12 @@ DEFAULT_SHAPES = {
     "short_conv": ("A",),
     "gate_conv": ("A", "B", "P", "A1", "A64"),
     "module": ("A", "B", "A1", "A64"),
+    "decode": ("A1", "Ax8", "Ax64", "B1", "Bx8", "Bx64"),
     "table_step": ("S2K", "S32K"),
 }
 # A GPU needs many tokens to fill.
-GPU_SHAPES = {"embedding": ("H", "S"), "gate_conv": ("H", "S"), "module": ("H", "A1"), "table_step": ("S32K",)}
+GPU_SHAPES = {"embedding": ("H", "S"), "gate_conv": ("H", "S"), "module": ("H", "A1"),
+              "decode": ("A1", "Ax8", "Ax64"), "table_step": ("S32K",)}
 
 
 def works(choice: Choice) -> Iterator[Work]:
@@ -100,6 +102,11 @@ def works(choice: Choice) -> Iterator[Work]:
             for dtype in choice.dtypes:
                 if op == "table_step":
                     yield from _step_works(name, shape, dtype, choice)
+                    continue
+                if op == "decode":
+                    if FORWARD in choice.directions:
+                        yield Work(op, FORWARD, name, shape, dtype, partial(_decode_contenders, choice=choice),
+                                   device=choice.device)
                     continue
                 if op == "embedding":
                     yield from _embedding_works(name, shape, dtype, choice)
@@ -363,6 +370,10 @@ def _module_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
     for name, group, tail in peers.gate_convs(_tail, choice.compiler, **OPTIONS):
         tolerance = DEMO_TOLERANCE[dtype] if "demo" in name else None
         yield contender(name, peers.PlainEngram(layer, tail), group, tolerance)
+
+
+def _decode_contenders(work: Work, choice: Choice) -> Iterator[Contender]:
+    return decode.contenders(work, MODULE_TABLE_BYTES, choice.compiler, OPTIONS)
 
 
 def _tail(gate_conv):

@@ -7,6 +7,8 @@
 
 import importlib
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch  # noqa: F401  (loads libtorch, which _C needs)
 
@@ -31,14 +33,18 @@ __all__ = [
 # Imported when first asked for: what most users of the ops do not need.
 _LAZY = ("checkpoint", "distributed", "hf", "models", "optim", "sizing", "statistics")
 
+if TYPE_CHECKING:  # to whom a __getattr__ means that there is every attribute
+    from engram import checkpoint as checkpoint, distributed as distributed, hf as hf, models as models
+    from engram import optim as optim, sizing as sizing, statistics as statistics
+else:
 
-def __getattr__(name: str):
-    if name in _LAZY:
-        return importlib.import_module(f"engram.{name}")
-    raise AttributeError(f"module 'engram' has no attribute {name!r}")
+    def __getattr__(name: str) -> ModuleType:
+        if name in _LAZY:
+            return importlib.import_module(f"engram.{name}")
+        raise AttributeError(f"module 'engram' has no attribute {name!r}")
 
 
-def build_info() -> dict:
+def build_info() -> dict[str, Any]:
     """What this installation is: keys ``version``, ``torch`` (``built`` and ``running``), ``compiler``, ``cpu`` (the
     instruction set in use) and ``cuda`` (GPU architectures of the kernels, or None)."""
     info = _C.build_info()

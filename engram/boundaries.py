@@ -1,11 +1,13 @@
 """What a token may see: one mask out of mask and lengths, one document number out of what tells where documents end:
 ids, end-of-text tokens, cumulative lengths, positions that begin anew."""
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 
 def check_tokenwise(
-    owner: str, shape: tuple[int, int], *, mask: Tensor | None = None, **integers: Tensor | None
+    owner: str, shape: Sequence[int], *, mask: Tensor | None = None, **integers: Tensor | None
 ) -> None:
     """Raise ValueError unless `mask` is bool and each of `integers` an integer tensor, exactly of `shape` [B, T]."""
     for name, tensor in {"mask": mask, **integers}.items():
@@ -17,7 +19,18 @@ def check_tokenwise(
             raise ValueError(f"{owner}: {name} must be {kind} {list(shape)}, got {describe(tensor)}")
 
 
-def visible_tokens(owner: str, shape: tuple[int, int], mask: Tensor | None, lengths: Tensor | None) -> Tensor | None:
+def check_lengths(owner: str, shape: Sequence[int], lengths: Tensor) -> None:
+    """Raise ValueError unless `lengths` is integer [B] and (on the CPU) within [0, T]."""
+    batch, tokens = shape
+    if not is_integer(lengths) or tuple(lengths.shape) != (batch,):
+        raise ValueError(f"{owner}: lengths must be integer [{batch}], got {describe(lengths)}")
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = lengths[(lengths < 0) | (lengths > tokens)]
+        if wrong.numel():
+            raise ValueError(f"{owner}: lengths must be in [0, {tokens}], got {wrong[0].item()}")
+
+
+def visible_tokens(owner: str, shape: Sequence[int], mask: Tensor | None, lengths: Tensor | None) -> Tensor | None:
     """bool [B, T]: True where `mask` [B, T] is and the position is below `lengths` [B]. None if both are None.
 
     Raises:
@@ -26,14 +39,8 @@ def visible_tokens(owner: str, shape: tuple[int, int], mask: Tensor | None, leng
     check_tokenwise(owner, shape, mask=mask)
     if lengths is None:
         return mask
-    batch, tokens = shape
-    if not is_integer(lengths) or tuple(lengths.shape) != (batch,):
-        raise ValueError(f"{owner}: lengths must be integer [{batch}], got {describe(lengths)}")
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = lengths[(lengths < 0) | (lengths > tokens)]
-        if wrong.numel():
-            raise ValueError(f"{owner}: lengths must be in [0, {tokens}], got {wrong[0].item()}")
-    within = torch.arange(tokens, device=lengths.device) < lengths[:, None]
+    check_lengths(owner, shape, lengths)
+    within = torch.arange(shape[1], device=lengths.device) < lengths[:, None]
     return within if mask is None else within & mask
 
 
@@ -85,8 +92,8 @@ def document_ids_from(
     """
     op = "document_ids_from"
     if (token_ids is None) != (eos_id is None):
-        given = "token_ids" if eos_id is None else "eos_id"
-        raise ValueError(f"{op}: token_ids and eos_id go together, got only {given}")
+        only = "token_ids" if eos_id is None else "eos_id"
+        raise ValueError(f"{op}: token_ids and eos_id go together, got only {only}")
     if position_ids is not None and position_ids.dim() != 2:
         raise ValueError(f"{op}: position_ids must be integer [B, T], got {describe(position_ids)}; positions of "
                          "several dimensions do not say where a document begins, pass document_ids or cu_seqlens")
@@ -99,21 +106,21 @@ def document_ids_from(
             raise ValueError(f"{op}: cu_seqlens must be integer [n + 1], got {describe(cu_seqlens)}")
         if shape is None and given[0] is cu_seqlens:
             shape = (1, int(cu_seqlens[-1]))
-    shape = tuple(given[0].shape) if shape is None else tuple(shape)
-    check_tokenwise(op, shape, mask=mask, **tensors)
-    starts = torch.zeros(shape, dtype=torch.bool, device=given[0].device)
+    size = tuple(given[0].shape if shape is None else shape)
+    check_tokenwise(op, size, mask=mask, **tensors)
+    starts = torch.zeros(size, dtype=torch.bool, device=given[0].device)
     if document_ids is not None:
         starts[:, 1:] |= document_ids[:, 1:] != document_ids[:, :-1]
     if position_ids is not None:
         starts |= (position_ids == 0) & (True if mask is None else mask)
-    if eos_id is not None:
+    if token_ids is not None and eos_id is not None:
         starts[:, 1:] |= ((token_ids == eos_id) & (True if mask is None else mask))[:, :-1]
     if cu_seqlens is not None:
         ends, count = cu_seqlens.long(), starts.numel()
         if ends.device.type == "cpu" and (ends[0] != 0 or ends[-1] != count or (ends.diff() < 0).any()):
             raise ValueError(f"{op}: cu_seqlens must go from 0 up to B * T = {count}, got {ends.tolist()}")
         marked = torch.zeros(count + 1, dtype=torch.bool, device=starts.device).index_fill_(0, ends, True)
-        starts |= marked[:-1].view(shape)
+        starts |= marked[:-1].view(size)
     starts[:, :1] = False  # the first token starts nothing
     return starts.long().cumsum(1)
 

@@ -9,17 +9,19 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engram.config import QUANTIZED
 from engram.nn import Engram, layer_moduli
+from engram.progress import Progress, reporting
 from engram.reference_keys import ReferenceTensor, faults, pieces_of, quantize_blocks
 
 __all__ = ["load_reference_checkpoint", "save_reference_checkpoint"]
@@ -33,15 +35,13 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }
 
-Progress = Callable[[int, int], None]
-
 
 def load_reference_checkpoint(
     target: nn.Module,
-    path: str | os.PathLike | Sequence[str | os.PathLike],
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     prefix: str = "",
     *,
-    progress: Progress | None = None,
+    progress: Progress = False,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> None:
     """Load Engram layers from the files of a published checkpoint, as `load_reference_state_dict` does, without ever
@@ -56,7 +56,7 @@ def load_reference_checkpoint(
             with .safetensors files. With an index only the files that it names for the prefix are opened.
         prefix: what stands before the layer's own names; "{layer}" in it stands for the layer's id and "{name}" for the
             module's name in `target`, as in "model.layers.{layer}.engram.". Names without it are left alone.
-        progress: called with the bytes done and the bytes in all after every chunk.
+        progress: see `engram.progress`; counts bytes, after every chunk.
         chunk_bytes: how much of a file is in memory at a time, about.
 
     Raises:
@@ -82,23 +82,23 @@ def load_reference_checkpoint(
                 if tensor.constant and (entry := stored.get(layer.prefix + name)):
                     if fault := tensor.constant_fault(layer.prefix + name, entry.read(handles, 0, entry.rows)):
                         raise ValueError(f"{op}: {fault} in {entry.file}")
+        report = stack.enter_context(reporting(progress, "loading", "B"))
         done, total = 0, sum(entry.nbytes for entry in stored.values())
         for layer in layers:
             own = layer.own(stored)
             for name, tensor in layer.tensors.items():
                 for size in _copy(name, tensor, own, handles, chunk_bytes):
                     done += size
-                    if progress is not None:
-                        progress(done, total)
+                    report(done, total)
 
 
 def save_reference_checkpoint(
     target: nn.Module,
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     prefix: str = "",
     *,
     metadata: Mapping[str, str] | None = None,
-    progress: Progress | None = None,
+    progress: Progress = False,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> None:
     """Write what `to_reference_state_dict` gives to one .safetensors file, without a second copy of a table.
@@ -134,7 +134,7 @@ def save_reference_checkpoint(
     path, done = Path(path), 0
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        with open(part, "wb", buffering=0) as file:
+        with open(part, "wb", buffering=0) as file, reporting(progress, "saving", "B") as report:
             _write(file, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
             file.truncate(len(header) + total)
             for name, (tensor, scale) in sources.items():
@@ -145,8 +145,7 @@ def save_reference_checkpoint(
                     for i, values in enumerate((values,) if scale is None else quantize_blocks(values, tensor.block)):
                         ends[i] += _write(file, ends[i], values)
                         done += values.nbytes
-                    if progress is not None:
-                        progress(done, total)
+                    report(done, total)
             os.fsync(file.fileno())
         os.replace(part, path)
         _fsync_folder(path.parent)
@@ -219,7 +218,7 @@ def _refuse_unset(op: str, layers: list[_Layer]) -> None:
 
 
 def _copy(
-    name: str, tensor: ReferenceTensor, own: "Mapping[str, Stored]", handles: Mapping[Path, BinaryIO], chunk_bytes: int
+    name: str, tensor: ReferenceTensor, own: "Mapping[str, Stored]", handles: Mapping[Path, FileIO], chunk_bytes: int
 ) -> Iterator[int]:
     """Copy all that is stored of a tensor; yields the bytes of each chunk."""
     start = 0
@@ -227,8 +226,9 @@ def _copy(
         if tensor.constant:
             yield entry.nbytes
             continue
-        quantized = tensor.scale is not None and entry.dtype == "F8_E4M3"
-        scale, block = (own[tensor.scale], tensor.block[0]) if quantized else (None, 1)
+        scale, block = None, 1
+        if tensor.scale is not None and entry.dtype == "F8_E4M3":
+            scale, block = own[tensor.scale], tensor.block[0]
         for begin, end in _ranges(entry.rows, entry.row_bytes, block, chunk_bytes):
             values = entry.read(handles, begin, end)
             scales = None if scale is None else scale.read(handles, begin // block, -(-end // block))
@@ -278,10 +278,10 @@ class Stored:
     def meta(self) -> Tensor:
         return torch.empty(self.shape, dtype=DTYPES[self.dtype], device="meta")
 
-    def read(self, handles: Mapping[Path, BinaryIO], begin: int, end: int) -> Tensor:
+    def read(self, handles: Mapping[Path, FileIO], begin: int, end: int) -> Tensor:
         """Rows [begin, end)."""
         buffer = torch.empty((end - begin) * self.row_bytes, dtype=torch.uint8)
-        view, file, filled = memoryview(buffer.numpy()), handles[self.file], 0
+        view, file, filled = buffer.numpy().data, handles[self.file], 0
         file.seek(self.begin + begin * self.row_bytes)
         while filled < len(view):
             count = file.readinto(view[filled:])
@@ -292,7 +292,7 @@ class Stored:
 
 
 def find_tensors(
-    op: str, path: str | os.PathLike | Sequence[str | os.PathLike], prefixes: list[str]
+    op: str, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], prefixes: list[str]
 ) -> tuple[list[Path], dict[str, Stored]]:
     """The files to read, and all tensors in them whose names begin with one of the prefixes."""
     def wanted(name: str) -> bool:
@@ -324,7 +324,9 @@ def find_tensors(
                 if entry.dtype not in DTYPES:
                     raise ValueError(f"{op}: {name} has the unknown dtype {entry.dtype} in {file}")
                 found[name] = entry
-    for name in {} if index is None else {**index, **found}:
+    if index is None:
+        return files, found
+    for name in {**index, **found}:
         if name not in found or index.get(name) != found[name].file:
             says = f"that {name} is in {index[name]}" if name in index else f"nothing of {name}"
             got = found[name].file if name in found else "none"
@@ -423,9 +425,9 @@ def _layout(
     return struct.pack("<Q", len(text)) + text, places, end
 
 
-def _write(file: BinaryIO, place: int, values: Tensor) -> int:
+def _write(file: FileIO, place: int, values: Tensor) -> int:
     """Write a CPU tensor at a place of the file; returns its bytes."""
-    view = memoryview(values.contiguous().flatten().view(torch.uint8).numpy())
+    view = values.contiguous().flatten().view(torch.uint8).numpy().data
     file.seek(place)
     while view:
         view = view[file.write(view) :]

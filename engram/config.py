@@ -316,8 +316,8 @@ class EngramConfig:
     def _integers(self, name: str, values: Any, low: int) -> tuple[int, ...]:
         rule = f"hold integers in [{low}, {_MAX_TABLE_SIZE}]"
         self._require(name, isinstance(values, (list, tuple)), rule)
-        numbers = tuple(map(_as_int, values))
-        self._require(name, all(n is not None and low <= n <= _MAX_TABLE_SIZE for n in numbers), rule)
+        numbers = tuple(n for n in map(_as_int, values) if n is not None and low <= n <= _MAX_TABLE_SIZE)
+        self._require(name, len(numbers) == len(values), rule)
         return numbers
 
     def _number(self, name: str, positive: bool, optional: bool = False) -> None:
@@ -335,9 +335,10 @@ def _as_int(value: Any) -> int | None:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return None
     try:
-        return value.__index__()
+        number: int = value.__index__()
     except TypeError:
         return None
+    return number
 
 
 def _lists(value: Any) -> Any:

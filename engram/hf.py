@@ -60,13 +60,16 @@ class Tokens(NamedTuple):
 # Subclasses of the model's own classes, and of those of its cache.
 
 
-def _graft(make: Callable[[type], type]) -> Callable[[type], type]:
+Graft = Callable[[Any], Any]  # a class to a subclass of it; what it is made of only shows when transformers is there
+
+
+def _graft(make: Graft) -> Graft:
     """Of `make`, which makes a subclass of a class: the same one each time, under the name of that class."""
 
     @functools.cache
     @functools.wraps(make)
-    def grafted(host: type) -> type:
-        def reduce(self: Any, protocol: Any) -> tuple:
+    def grafted(host: Any) -> Any:
+        def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
             # Pickled and copied as what it was made of: no module has it under its name.
             _, _, *rest = host.__reduce_ex__(self, max(2, protocol))
             return (_blank, (grafted, host), *rest)
@@ -79,22 +82,22 @@ def _graft(make: Callable[[type], type]) -> Callable[[type], type]:
     return grafted
 
 
-def _blank(grafted: Callable[[type], type], host: type) -> Any:
+def _blank(grafted: Graft, host: Any) -> Any:
     cls = grafted(host)
     return cls.__new__(cls)
 
 
-def _is(thing: Any, grafted: Callable[[type], type]) -> bool:
+def _is(thing: Any, grafted: Graft) -> bool:
     return getattr(type(thing), "_grafted_by", None) is grafted
 
 
 @_graft
-def _causal_lm(host: type) -> type:
+def _causal_lm(host: Any) -> Any:
     class CausalLM(host):
         _keys_to_ignore_on_load_unexpected = [*(host._keys_to_ignore_on_load_unexpected or ()), r"\.engram\."]
 
         @classmethod
-        def from_pretrained(cls, path: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+        def from_pretrained(cls, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
             """`transformers`' own, then the Engram layers; see `load_engram`."""
             if "torch_dtype" not in kwargs:  # the name before
                 kwargs.setdefault("dtype", "auto")
@@ -104,7 +107,7 @@ def _causal_lm(host: type) -> type:
             return loaded
 
         def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+            inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
             mask, ids = kwargs.get("attention_mask"), inputs.get("input_ids")
             # With a static cache it becomes the mask of the attention, which no longer tells tokens from padding.
             if isinstance(mask, Tensor) and mask.dim() == 2 and ids is not None:
@@ -116,13 +119,14 @@ def _causal_lm(host: type) -> type:
             if new_num_tokens not in (None, size):
                 raise ValueError(f"resize_token_embeddings: the Engram layers hash a vocabulary of {size} ids, got "
                                  f"{new_num_tokens}; resize the model before add_engram")
-            return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+            resized: nn.Module = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+            return resized
 
     return CausalLM
 
 
 @_graft
-def _backbone(host: type) -> type:
+def _backbone(host: Any) -> Any:
     names = tuple(inspect.signature(host.forward).parameters)[1:]
 
     class Backbone(host):
@@ -138,7 +142,7 @@ def _backbone(host: type) -> type:
 
 
 @_graft
-def _decoder_layer(host: type) -> type:
+def _decoder_layer(host: Any) -> Any:
     class DecoderLayer(host):  # with or without a submodule `engram`
         def forward(self, hidden_states: Tensor, *args: Any, engram_tokens: Tokens | None = None, **kwargs: Any) -> Any:
             engram = self._modules.get("engram")
@@ -159,7 +163,7 @@ def _decoder_layer(host: type) -> type:
 
 
 @_graft
-def _cache_layer(host: type) -> type:
+def _cache_layer(host: Any) -> Any:
     class CacheLayer(host):  # the state of an Engram layer goes through all that keys and values do
         _layer_type = None  # of a class that has one, transformers would make the layers of every new cache
         engram_state: EngramState | None = None
@@ -240,7 +244,7 @@ def _state(cache: Cache, engram: Engram, hidden: Tensor, max_rollback: int) -> E
     while len(layers) <= index and cache.layer_class_to_replicate is not None:  # as the first update would do
         layers.append(cache.layer_class_to_replicate())
     layer = layers[index]
-    state = getattr(layer, "engram_state", None)
+    state: EngramState | None = getattr(layer, "engram_state", None)
     if state is None or state.batch_size != hidden.shape[0] and layer.get_seq_length() == 0:
         state = _begin(layer, engram, hidden, max_rollback)
     return state
@@ -253,13 +257,14 @@ def _begin(layer: Any, engram: Engram, hidden: Tensor, max_rollback: int) -> Eng
                          "max_rollback made them forget): begin with an empty cache")
     if not _is(layer, _cache_layer):
         layer.__class__ = _cache_layer(type(layer))
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    layer.engram_state = engram.init_state(hidden.shape[0], max_rollback, dtype=dtype)
+    device, dtype = hidden.device.type, None
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:  # which autocast leaves as it is
+        dtype = torch.get_autocast_dtype(device)
+    state = layer.engram_state = engram.init_state(hidden.shape[0], max_rollback, dtype=dtype)
     if layer.is_compileable:
-        for tensor in pytree.tree_leaves(layer.engram_state):
+        for tensor in pytree.tree_leaves(state):
             torch._dynamo.mark_static_address(tensor)
-    return layer.engram_state
+    return state
 
 
 # Putting in, saving, loading.
@@ -320,7 +325,7 @@ def add_engram(
     return model
 
 
-def load_engram(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
+def load_engram(path: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
     """A model that was saved with its Engram layers, with the same bits.
 
     Args:
@@ -372,7 +377,8 @@ def clip_sparse_gradients(trainer: Any) -> None:
     def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor | None:
         parameters = list(parameters)
         if not any(param.grad is not None and param.grad.is_sparse for param in parameters):
-            return dense(parameters, max_norm, norm_type=norm_type)
+            norm: Tensor | None = dense(parameters, max_norm, norm_type=norm_type)
+            return norm
         accelerator.unscale_gradients()
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
@@ -418,7 +424,8 @@ def _check_train_mode(mode: str) -> None:
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     base = model.base_model
-    return base.h if hasattr(base, "h") else base.layers
+    layers: nn.ModuleList = base.h if hasattr(base, "h") else base.layers
+    return layers
 
 
 def _new_layers(
@@ -437,7 +444,8 @@ def _new_layers(
 def _attach(
     model: PreTrainedModel, engrams: dict[int, Engram], config: EngramConfig, share_table: bool, max_rollback: int
 ) -> None:
-    layers, first = _decoder_layers(model), config.layer_ids[0]
+    first, layers = config.layer_ids[0], _decoder_layers(model)
+    layer: Any
     for index, layer in enumerate(layers):
         _become(layer, _decoder_layer)
         if index not in engrams:
@@ -453,7 +461,7 @@ def _attach(
     model.config.engram = dict(config=config.to_dict(), share_table=share_table, max_rollback=max_rollback)
 
 
-def _become(module: nn.Module, grafted: Callable[[type], type]) -> None:
+def _become(module: nn.Module, grafted: Graft) -> None:
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:  # accelerate's, of a model on several devices: it holds on to the forward of the class before
         from accelerate.hooks import add_hook_to_module, remove_hook_from_module
@@ -465,7 +473,7 @@ def _become(module: nn.Module, grafted: Callable[[type], type]) -> None:
         add_hook_to_module(module, hook)
 
 
-def _load_layers(model: PreTrainedModel, path: str | os.PathLike, hub: dict[str, Any]) -> None:
+def _load_layers(model: PreTrainedModel, path: str | os.PathLike[str], hub: dict[str, Any]) -> None:
     """Put the Engram layers that `model.config.engram` tells of into `model`, with the weights at `path`."""
     settings = getattr(model.config, "engram", None)
     if settings is None:
@@ -484,7 +492,7 @@ def _load_layers(model: PreTrainedModel, path: str | os.PathLike, hub: dict[str,
     _attach(model, engrams, config, settings["share_table"], settings["max_rollback"])
 
 
-def _weight_files(path: str | os.PathLike, hub: dict[str, Any]) -> dict[str, str]:
+def _weight_files(path: str | os.PathLike[str], hub: dict[str, Any]) -> dict[str, str]:
     """Which safetensors file each of the saved tensors is in."""
     try:
         file = cached_file(path, _WEIGHTS, **hub)
@@ -499,4 +507,5 @@ def _weight_files(path: str | os.PathLike, hub: dict[str, Any]) -> dict[str, str
 
 def _read(file: str, name: str) -> Tensor:
     with safe_open(file, "pt") as tensors:
-        return tensors.get_tensor(name)
+        tensor: Tensor = tensors.get_tensor(name)
+    return tensor

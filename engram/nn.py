@@ -6,22 +6,27 @@ d row width, E = C * d, G residual branches, D hidden size, K conv taps, L Engra
 Source: Engram (arXiv 2601.07372) and its official demo (deepseek-ai/Engram, `engram_demo_v1.py`).
 """
 import math
-from typing import Any, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from engram import _C, ops, quantize, reference_keys, tables
-from engram.boundaries import check_tokenwise, describe, document_runs, is_integer, visible_tokens
+from engram.boundaries import check_lengths, check_tokenwise, describe, document_runs, is_integer, visible_tokens
 from engram.config import QUANTIZED, EngramConfig
 from engram.ops import Marks, Ring
 from engram.profiling import stage
+from engram.progress import Progress
 from engram.state import EngramState
 from engram.storage import empty_table, fill_normal_, huge_page_share
 from engram.vocab import TokenMap
 
 _HALF = (torch.bfloat16, torch.float16)
 _SLOW_HALF = [dtype for dtype in _HALF if not _C.half_products(str(dtype).removeprefix("torch."))]
+
+_DECODED_TOKENS = 64  # B * T up to which one call of ops.decode beats the ops one after another
 
 __all__ = ["NgramHash", "MultiHeadEmbedding", "QuantizedMultiHeadEmbedding", "ContextGate", "ShortConv", "Engram"]
 
@@ -45,6 +50,11 @@ class NgramHash(nn.Module):
         TypeError: `token_map` is not a TokenMap.
         ValueError: a map of another size, or a layer that is not in the configuration.
     """
+
+    token_map: Tensor
+    multipliers: Tensor
+    moduli: Tensor
+    offsets: Tensor
 
     def __init__(
         self,
@@ -84,7 +94,7 @@ class NgramHash(nn.Module):
         ]
         moduli = [layer_moduli(config, layer) for layer in self.layer_ids]
         ids = () if token_map is None else token_map.ids
-        int64 = dict(dtype=torch.int64, device=device)
+        int64: dict[str, Any] = dict(dtype=torch.int64, device=device)
         return {
             "token_map": torch.tensor(ids, dtype=torch.int32, device=device),
             "multipliers": torch.tensor(multipliers, **int64),
@@ -131,14 +141,10 @@ class NgramHash(nn.Module):
         if first_position is not None:
             raise ValueError("NgramHash: first_position must be None unless hash_input is 'positions', "
                              f"got {describe(first_position)}")
-        if config.compressed_vocab_size is not None and self.token_map.numel() == 0:
-            raise RuntimeError(
-                f"NgramHash: compressed_vocab_size is {config.compressed_vocab_size} but there is no token map yet; "
-                "pass token_map= or load a state dict that has one"
-            )
+        self.check_map()
         if not config.mask_blocks_hash:
             mask = None
-        if config.boundary == "eos":
+        if config.eos_id is not None:
             if token_ids.dim() != 2:
                 raise ValueError(f"NgramHash: token_ids must be int32 or int64 [B, T], got {describe(token_ids)}")
             check_tokenwise("NgramHash", token_ids.shape, token_ids=token_ids, mask=mask, document_ids=document_ids)
@@ -157,6 +163,14 @@ class NgramHash(nn.Module):
             history=history,
         )
 
+    def check_map(self) -> None:
+        """Raise RuntimeError while the token map that the configuration speaks of is missing."""
+        if self.config.compressed_vocab_size is not None and self.token_map.numel() == 0:
+            raise RuntimeError(
+                f"NgramHash: compressed_vocab_size is {self.config.compressed_vocab_size} but there is no token map yet; "
+                "pass token_map= or load a state dict that has one"
+            )
+
     def _rows_of_positions(self, token_ids: Tensor, first_position: Tensor | None) -> Tensor:
         """The hash of t, t - 1, ... where that of token t, t - 1, ... would be; negative positions read as the pad."""
         if token_ids.dim() != 2:
@@ -173,7 +187,10 @@ class NgramHash(nn.Module):
             positions, self.multipliers, self.moduli, self.offsets, pad_id=self.config.pad_id, history=history
         )
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing: list[str],
+        unexpected: list[str], errors: list[str],
+    ) -> None:
         token_map = state_dict.get(prefix + "token_map")
         fault = self._constants_fault(state_dict, prefix) or self._loaded_map_fault(token_map)
         if fault:
@@ -357,18 +374,20 @@ class QuantizedMultiHeadEmbedding(nn.Module):
             return f"out_dtype must be float64, float32, bfloat16 or float16, got {self.out_dtype}"
         return ""
 
-    def load_float_rows(self, begin: int, rows: Tensor) -> None:
+    def load_float_rows(self, begin: int, rows: Tensor, *, progress: Progress = False) -> None:
         """Quantise float rows into rows [begin, begin + n) of the table, chunk by chunk.
 
         Args:
             begin: first row to write.
             rows: float [n, d] on any device, as of `quantize.quantize_table`.
+            progress: likewise.
 
         Raises:
             ValueError: rows of another width, outside the table or of another dtype than float; NaN, inf or too large.
         """
         end = self._check_float_rows(begin, rows, len(self.values))
-        quantize.quantize_table(rows, self.format, out=(self.values[begin:end], self.scales[begin:end]))
+        out = self.values[begin:end], self.scales[begin:end]
+        quantize.quantize_table(rows, self.format, out=out, progress=progress)
 
     def _check_float_rows(self, begin: int, rows: Tensor, total: int) -> int:
         """Where rows of a table of so many end that is to get them from `begin` on."""
@@ -403,14 +422,17 @@ class QuantizedMultiHeadEmbedding(nn.Module):
         lookup = ops.embedding_fp8 if self.format == "fp8" else ops.embedding_int8
         return lookup(values, scales, rows, dtype=self.out_dtype, **options)
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         def same_dtype(buffer: Tensor) -> Tensor:
             probe = fn(buffer.new_empty(0))
             return fn(buffer) if probe.dtype == buffer.dtype else buffer.to(probe.device)
 
-        return super()._apply(same_dtype, recurse)
+        return super()._apply(same_dtype, recurse)  # type: ignore[no-untyped-call]  # torch's
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing: list[str],
+        unexpected: list[str], errors: list[str],
+    ) -> None:
         for name, own in (("values", self.values), ("scales", self.scales)):
             loaded = state_dict.get(prefix + name)
             if loaded is not None and loaded.dtype != own.dtype:
@@ -557,6 +579,13 @@ class ShortConv(nn.Module):
                f"dilation={config.conv_dilation}, eps={config.conv_norm_eps}"
 
 
+# What `ops.decode` stands for.
+_PARTS: dict[str, type[nn.Module]] = dict(
+    hash=NgramHash, embedding=MultiHeadEmbedding, key_proj=nn.Linear, value_proj=nn.Linear, gate=ContextGate,
+    conv=ShortConv,
+)
+
+
 class Engram(nn.Module):
     """One Engram layer: hash the last tokens, look the rows up, let each branch gate them in, mix along the sequence.
 
@@ -595,10 +624,11 @@ class Engram(nn.Module):
                              "engram.models.hybrid.EngramLayer has")
         self.config = config
         self.layer_id = layer_id
-        like = dict(device=device, dtype=dtype)
+        like: dict[str, Any] = dict(device=device, dtype=dtype)
         width, out = config.memory_width, config.hidden_size
         self.hash = NgramHash(config, token_map, (layer_id,), device=device)
         sizes, dim, multiple = layer_moduli(config, layer_id), config.embed_dim_per_head, config.row_multiple
+        self.embedding: MultiHeadEmbedding | QuantizedMultiHeadEmbedding
         if config.table_dtype in QUANTIZED:
             self.embedding = QuantizedMultiHeadEmbedding(
                 sizes, dim, format="int8" if config.table_dtype == torch.int8 else "fp8",
@@ -652,6 +682,10 @@ class Engram(nn.Module):
             TypeError: an argument that is no tensor, or a state that is no EngramState.
             ValueError: a wrong shape, dtype or device, neither `token_ids` nor `rows`, or a state of other sizes.
         """
+        decodes = state is not None and rows is None and self._decodes(hidden, token_ids, state)
+        if decodes and state is not None and state.conv is not None and token_ids is not None:
+            with stage("decode"):
+                return self._decode(hidden, token_ids, document_ids, mask, state.history, state.conv, lengths, residual)
         config = self.config
         residual = config.residual if residual is None else residual
         self._check_tensors(
@@ -663,23 +697,23 @@ class Engram(nn.Module):
         visible = visible_tokens("Engram", shape, mask, lengths)
         if token_ids is not None and lengths is not None and not config.mask_blocks_hash:
             # Masked ids are hashed here, those past the end still must not be read.
-            within = visible_tokens("Engram", shape, None, lengths)
+            within = torch.arange(tokens, device=lengths.device) < lengths[:, None]
             token_ids = torch.where(within, token_ids, config.pad_id)
         blocking = visible if config.mask_blocks_hash else None
-        reads_ends = config.boundary == "eos" and self.conv is not None and config.conv_reset
-        if reads_ends and token_ids is None:
+        eos_id = config.eos_id if self.conv is not None and config.conv_reset else None  # what the convolution stops at
+        if eos_id is not None and token_ids is None:
             raise ValueError("Engram: token_ids is needed beside rows, boundary 'eos' with conv_reset reads them")
         if rows is None and token_ids is None:
             raise ValueError("Engram: token_ids or rows must be given")
         marks = history = None
         if state is not None:
             self._check_state(state, batch)
-            if rows is None or reads_ends:
+            if token_ids is not None and (rows is None or eos_id is not None):
                 marks, history = self._recall(state.history, token_ids, document_ids, blocking)
                 if document_ids is not None or config.boundary == "eos":
                     document_ids = marks.runs
-        elif reads_ends:
-            document_ids = document_runs(token_ids, config.eos_id, document_ids, blocking)
+        elif token_ids is not None and eos_id is not None:
+            document_ids = document_runs(token_ids, eos_id, document_ids, blocking)
 
         if rows is None:
             with stage("hash"):
@@ -697,7 +731,7 @@ class Engram(nn.Module):
             memory = self.embedding(rows, visible).flatten(-2).to(self.value_proj.weight.dtype)
         with stage("projections"):
             value = project(self.value_proj, memory)
-            if self.gate is not None:
+            if self.key_proj is not None:
                 key = project(self.key_proj, memory).unflatten(-1, (config.branches, config.hidden_size))
         with stage("gate_conv"):
             if self.gate is None:
@@ -712,9 +746,75 @@ class Engram(nn.Module):
                     zero_rule=config.zero_rule, document_ids=document_ids if config.conv_reset else None, mask=visible,
                     residual=residual, state=None if state is None else state.conv, lengths=lengths,
                 )
-        if marks is not None:
+        if state is not None and token_ids is not None and marks is not None:
             state.history.append(marks, blocking, lengths, ids=token_ids.long())
         return out.view(hidden.shape)
+
+    def _decodes(self, hidden: Any, token_ids: Any, state: Any) -> bool:
+        """Whether `ops.decode` does this step: few tokens, no gradient, one dtype for all that it streams, and parts that
+        are as they were built, unhooked. It runs for every token, so parameters are taken out of their dictionaries, ten
+        times as fast as by attribute. False, too, for arguments that `forward` refuses."""
+        if not isinstance(hidden, Tensor) or not isinstance(token_ids, Tensor) or not isinstance(state, EngramState):
+            return False
+        shape, config = hidden.shape, self.config
+        streams = (config.branches, config.hidden_size)
+        if len(shape) < 3 or shape[2:] != (streams if len(shape) == 4 else streams[1:] if streams[0] == 1 else ()):
+            return False
+        if state.conv is None or token_ids.shape != shape[:2] or state.history.reach != config.max_ngram_size - 1:
+            return False
+        if config.hash_input != "tokens" or hidden.device.type not in ("cpu", "cuda"):
+            return False
+        # Where lengths are symbols, a graph for all of them does without: it must not be for few tokens only.
+        tokens = shape[0] * shape[1]
+        if not (statically_known_true(tokens > 0) and statically_known_true(tokens <= _DECODED_TOKENS)):
+            return False
+        parts: dict[str, Any] = self._modules
+        for name, kind in _PARTS.items():
+            part = parts.get(name)
+            if type(part) is not kind or part._forward_hooks or part._forward_pre_hooks:
+                return False
+        dtype = parts["embedding"]._parameters["weight"].dtype
+        if parts["key_proj"]._parameters["weight"].dtype != dtype or state.conv.tensors["value"].dtype != dtype:
+            return False
+        if hidden.dtype != dtype and (hidden.dtype != torch.float32 or dtype not in _HALF):
+            return False
+        if torch.is_autocast_enabled(hidden.device.type):
+            return False
+        return not torch.is_grad_enabled() or not any(x.requires_grad for x in (hidden, *self.parameters()))
+
+    def _decode(
+        self, hidden: Tensor, token_ids: Tensor, document_ids: Tensor | None, mask: Tensor | None, history: Ring,
+        kept: Ring, lengths: Tensor | None, residual: bool | None,
+    ) -> Tensor:
+        config, shape = self.config, hidden.shape
+        parts: dict[str, Any] = self._modules
+        if not (document_ids is None and mask is None and lengths is None):
+            self._check_tensors(hidden=hidden, document_ids=document_ids, mask=mask, lengths=lengths)
+            if lengths is not None:
+                check_lengths("Engram", shape[:2], lengths)
+        parts["hash"].check_map()
+        constants = parts["hash"]._buffers
+        table, key_proj, value_proj, gate, conv = (
+            parts[name]._parameters for name in ("embedding", "key_proj", "value_proj", "gate", "conv"))
+        hidden_weight, key_weight, conv_norm = gate["hidden_weight"], gate["key_weight"], conv["norm_weight"]
+        if config.shared_norms or config.zero_centred_norms:
+            hidden_weight, key_weight = parts["gate"].norm_weights()
+            conv_norm = norm_weight(config, conv_norm)
+        token_map = constants["token_map"]
+        out = ops.decode(
+            hidden if len(shape) == 4 else hidden.unsqueeze(2), token_ids, constants["multipliers"],
+            constants["moduli"], constants["offsets"], table["weight"],
+            key_proj["weight"], key_proj["bias"], value_proj["weight"], value_proj["bias"],
+            hidden_weight, key_weight, conv["weight"], conv_norm,
+            list(history.tensors.values()), list(kept.tensors.values()),
+            pad_id=config.pad_id, max_rollback=history.max_rollback, eps=norm_eps(config, hidden),
+            conv_eps=config.conv_norm_eps, dilation=config.conv_dilation, zero_rule=config.zero_rule,
+            eos_id=config.eos_id if config.boundary == "eos" else None, mask_blocks_hash=config.mask_blocks_hash,
+            conv_reset=config.conv_reset, token_map=token_map if token_map.numel() else None,
+            document_ids=document_ids, mask=mask, lengths=lengths,
+            residual=config.residual if residual is None else residual,
+        )
+        return out if len(shape) == 4 else out.view(shape)
 
     def _ungated(
         self,
@@ -744,13 +844,13 @@ class Engram(nn.Module):
     ) -> tuple[Marks, Tensor | None]:
         """Which document runs the tokens belong to, counted on from those before; and `history` int64 [B, N - 1] for
         the hash: the ids before the first token, -1 where another document, a masked token or nothing was."""
-        starts, size = None, self.config.max_ngram_size - 1
-        if self.config.boundary == "eos":
-            ends = token_ids == self.config.eos_id
+        starts, size, eos_id = None, self.config.max_ngram_size - 1, self.config.eos_id
+        if eos_id is not None:
+            ends = token_ids == eos_id
             if blocking is not None:
                 ends = ends & blocking
             past, _, there = ring.before(token_ids[:, :0].long(), None)
-            last = (past["ids"][:, -1:] == self.config.eos_id) & there[:, -1:]
+            last = (past["ids"][:, -1:] == eos_id) & there[:, -1:]
             starts = torch.cat([last, ends[:, :-1]], 1)[:, : token_ids.shape[1]]
         marks = ring.marks(document_ids, token_ids, starts)
         if token_ids.shape[1] == 0:
@@ -855,8 +955,9 @@ class Engram(nn.Module):
         for name, tensor in tensors.items():
             begin = 0
             for values in () if tensor.constant else reference_keys.pieces_of(name, tensor, state_dict).values():
-                quantized = tensor.scale is not None and values.dtype == torch.float8_e4m3fn
-                tensor.copy_rows(begin, values, state_dict[tensor.scale] if quantized else None)
+                quantized = values.dtype == torch.float8_e4m3fn
+                scales = state_dict[tensor.scale] if tensor.scale is not None and quantized else None
+                tensor.copy_rows(begin, values, scales)
                 begin += len(values)
 
     def to_reference_state_dict(self) -> dict[str, Tensor]:
@@ -886,7 +987,7 @@ class Engram(nn.Module):
             RuntimeError: the table is spread over ranks.
         """
         quantized = self.config.table_dtype in QUANTIZED
-        if len(self.embedding.values if quantized else self.embedding.weight) < sum(self.embedding.sizes):
+        if len(getattr(self.embedding, "values" if quantized else "weight")) < sum(self.embedding.sizes):
             how = "load_full_table" if quantized else "load_full_weight"
             raise RuntimeError(f"Engram: the reference has whole tables, this one is spread over ranks; see {how}")
         return reference_keys.reference_tensors(self)
@@ -910,7 +1011,8 @@ def empty_weight(rows: int, dim: int, device: torch.device | str | None, dtype: 
 def project(linear: nn.Linear, x: Tensor) -> Tensor:
     """`linear(x)`; half types in float32, rounded once, on a CPU that has no instructions for their products."""
     if x.device.type != "cpu" or x.dtype not in _SLOW_HALF or torch.is_autocast_enabled("cpu"):
-        return linear(x)
+        out: Tensor = linear(x)
+        return out
     bias = None if linear.bias is None else linear.bias.float()
     return nn.functional.linear(x.float(), linear.weight.float(), bias).to(x.dtype)
 

@@ -53,7 +53,7 @@ class _RowOptimizer(torch.optim.Optimizer):
         return {n: a for n, a in self._states.items() if a == "second" or group.get("momentum", True)}
 
     @staticmethod
-    def _factors(group: dict[str, Any]) -> dict[str, float]:
+    def _factors(group: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = group.get("betas") or (group.get("momentum", 0.0), 0.0)
         return dict(beta1=beta1, beta2=beta2, eps=group.get("eps", 0.0))
 
@@ -61,7 +61,7 @@ class _RowOptimizer(torch.optim.Optimizer):
         return self._row_shape(param)[:1] if argument == "second" and self._per_row else tuple(param.shape)
 
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        state = self.state[param]
+        state: dict[str, Tensor] = self.state[param]
         if not state:
             dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
             state["step"] = torch.zeros(1, dtype=torch.int64, device=param.device)
@@ -126,13 +126,14 @@ class _RowOptimizer(torch.optim.Optimizer):
             raise ValueError(f"{type(self).__name__}: parameters must be contiguous, got strides {param.stride()}")
         state, shape = self._state_of(param, group), self._row_shape(param)
         state["step"] += 1
-        states = dict.fromkeys(("first", "second"))
+        states: dict[str, Tensor] = {}
         for name, argument in self._used(group).items():
             states[argument] = state[name].view(shape[: 1 if argument == "second" and self._per_row else 2])
+        keys, runs, count = plan or (None, None, None)
         stochastic = group["stochastic_rounding"] and param.dtype == torch.bfloat16
         ops.row_update(
-            param.view(shape), states["first"], states["second"], grad.reshape(shape) if plan is None else grad,
-            *(plan or (None, None, None)), state["step"], rule=self._rule, lr=float(group["lr"]),
+            param.view(shape), states.get("first"), states.get("second"), grad.reshape(shape) if plan is None else grad,
+            keys, runs, count, state["step"], rule=self._rule, lr=float(group["lr"]),
             weight_decay=group["weight_decay"], maximize=group["maximize"], seed=group["seed"] if stochastic else None,
             **self._factors(group),
         )
@@ -163,7 +164,7 @@ class _RowOptimizer(torch.optim.Optimizer):
         self.state.update(loaded)
 
 
-_CHECKS = {
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (lambda x: math.isfinite(x) and x >= 0, "at least 0"),
     "momentum": (lambda x: isinstance(x, bool) or 0 <= x < 1, "in [0, 1)"),
     "betas": (lambda x: 0 <= x < 1, "in [0, 1)"),
@@ -352,13 +353,14 @@ def total_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) ->
     device = values[0].device
     norms = [torch.linalg.vector_norm(x, norm_type, dtype=_sum_dtype(x)).to(device) for x in values if x.numel()]
     wide = torch.float64 if any(x.dtype == torch.float64 for x in values) else torch.float32
-    norms = torch.stack([norm.to(wide) for norm in norms]) if norms else torch.zeros(1, dtype=wide, device=device)
-    return torch.linalg.vector_norm(norms, norm_type)
+    each = torch.stack([norm.to(wide) for norm in norms]) if norms else torch.zeros(1, dtype=wide, device=device)
+    total: Tensor = torch.linalg.vector_norm(each, norm_type)
+    return total
 
 
 def _gradient_values(parameters: Iterable[Tensor]) -> list[Tensor]:
     """The elements of each gradient there is; a sparse one that is not coalesced is replaced by one that is."""
-    values = []
+    values: list[Tensor] = []
     for param in parameters:
         if param.grad is None:
             continue

@@ -27,7 +27,7 @@ def stages(enabled: bool = True) -> Iterator[None]:
         _enabled = before
 
 
-def stage(name: str) -> contextlib.AbstractContextManager:
+def stage(name: str) -> contextlib.AbstractContextManager[None]:
     """A range `engram.<name>` around what is done in the context; where stages are off, one that does nothing."""
     if not _enabled or torch.compiler.is_compiling():
         return _NOTHING

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engram import ops
+from engram.progress import Progress, reporting
 from engram.storage import zeros_where_touched
 
 __all__ = ["FORMATS", "quantize_table", "dequantize_table", "zero_table"]
@@ -46,16 +47,15 @@ def zero_table(
     like = torch.empty(0, device=device)
     zeros = zeros_where_touched if type(like) is Tensor else torch.zeros    # fake tensors have no memory
     if format == "fp8":
-        shapes = ((rows, dim), torch.float8_e4m3fn), ((rows, -(-dim // _BLOCK)), torch.float8_e8m0fnu)
-    else:
-        shapes = ((rows, dim), torch.int8), ((rows,), torch.float32)
-    values, scales = (zeros(shape, dtype=dtype, device=like.device) for shape, dtype in shapes)
-    return values, scales
+        values = zeros((rows, dim), dtype=torch.float8_e4m3fn, device=like.device)
+        return values, zeros((rows, -(-dim // _BLOCK)), dtype=torch.float8_e8m0fnu, device=like.device)
+    values = zeros((rows, dim), dtype=torch.int8, device=like.device)
+    return values, zeros((rows,), dtype=torch.float32, device=like.device)
 
 
 @torch.no_grad()
 def quantize_table(
-    table: Tensor, format: str = "fp8", *, out: tuple[Tensor, Tensor] | None = None
+    table: Tensor, format: str = "fp8", *, out: tuple[Tensor, Tensor] | None = None, progress: Progress = False
 ) -> tuple[Tensor, Tensor]:
     """Values and scales of float rows. Works through the table in chunks of rows, so what it takes beside the result is
     a few megabytes, whether `table` lies in memory or in a file; torch's threads share each chunk.
@@ -66,6 +66,7 @@ def quantize_table(
         format: "fp8" or "int8" (the module's docstring has formulas and error bounds).
         out: (values, scales) to write to, such as a range of rows of a bigger table; None: new ones, on huge pages
             where the system gives them.
+        progress: see `engram.progress`; counts rows, after every chunk.
 
     Returns:
         `out`, or new tensors on the table's device.
@@ -93,14 +94,16 @@ def quantize_table(
     largest = min(LARGEST, torch.finfo(table.dtype).max)
     quantize = _quantize_fp8 if format == "fp8" else _quantize_int8
     step = max(1, CHUNK // dim)
-    for begin in range(0, rows, step):
-        chunk = table[begin : begin + step]
-        fits = chunk.abs() <= largest           # False for NaN
-        if not fits.all():
-            row, column = (~fits).nonzero()[0].tolist()
-            raise ValueError(f"quantize_table: table must be finite and at most {largest:.4g} in magnitude, "
-                             f"got {chunk[row, column].item()} in row {begin + row}")
-        quantize(chunk, out[0][begin : begin + step], out[1][begin : begin + step])
+    with reporting(progress, "quantising", " rows") as report:
+        for begin in range(0, rows, step):
+            chunk = table[begin : begin + step]
+            fits = chunk.abs() <= largest           # False for NaN
+            if not fits.all():
+                row, column = (~fits).nonzero()[0].tolist()
+                raise ValueError(f"quantize_table: table must be finite and at most {largest:.4g} in magnitude, "
+                                 f"got {chunk[row, column].item()} in row {begin + row}")
+            quantize(chunk, out[0][begin : begin + step], out[1][begin : begin + step])
+            report(begin + len(chunk), rows)
     return out
 
 

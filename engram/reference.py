@@ -10,6 +10,8 @@ G residual branches, D hidden size, K conv taps.
 
 Sources: Engram (arXiv 2601.07372), sections 2.2 to 2.4, and the demo that the paper was published with.
 """
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -68,6 +70,7 @@ def ngram_hash(
     visible = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask
     readable = torch.cat([readable_past, visible], 1)
     ids = torch.cat([past, token_ids.long()], 1)
+    stand_in: Tensor | int = pad_id
     if token_map is not None:
         vocab_size = token_map.shape[0]
         if not 0 <= pad_id < vocab_size:
@@ -76,7 +79,7 @@ def ngram_hash(
         if wrong.numel():
             raise IndexError(f"{op}: token_ids and history must be in [0, {vocab_size}), got {wrong[0].item()}")
         ids = token_map[torch.where(readable, ids, pad_id)].long()
-        pad_id = token_map[pad_id].long()
+        stand_in = token_map[pad_id].long()
 
     columns = moduli.shape[1] // (order - 1)
     blocked = torch.zeros_like(token_ids, dtype=torch.bool)
@@ -88,7 +91,7 @@ def ngram_hash(
         if s and document_ids is not None:
             crossed = document_ids[:, 1:] != document_ids[:, :-1]       # between t and t + 1; none before the start
             blocked = blocked | F.pad(crossed, (s, 0))[:, :tokens]
-        token = torch.where(blocked, pad_id, ids[:, slot])
+        token = torch.where(blocked, stand_in, ids[:, slot])
         mix = mix ^ token * multipliers[:, s, None, None]
         if s:
             column = slice((s - 1) * columns, s * columns)
@@ -119,7 +122,8 @@ def embedding(
     _check(table.dim() == 2, op, "table must be [R, d]", table)
     local, inside = _local_rows(op, table, rows, row_begin, mask)
     if sparse_grad:
-        return _SparseLookup.apply(table, local, inside)
+        found: Tensor = _SparseLookup.apply(table, local, inside)  # type: ignore[no-untyped-call]  # torch's
+        return found
     # Only a gradient needs the wider type: it is what the sum over repeated rows is kept in.
     source = table.to(_accumulate(table)) if table.requires_grad else table
     out = source.new_zeros(*rows.shape, table.shape[1])
@@ -189,14 +193,14 @@ def embedding_int8(
 
 class _SparseLookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, table, local, inside):
+    def forward(ctx: Any, table: Tensor, local: Tensor, inside: Tensor) -> Tensor:
         ctx.save_for_backward(local, inside)
         ctx.shape = table.shape
         out = table.new_zeros(*local.shape, table.shape[1])
         return out.index_put((inside,), table[local[inside]])
 
     @staticmethod
-    def backward(ctx, grad_out):
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None]:
         local, inside = ctx.saved_tensors
         rows, slots = local[inside].unique(return_inverse=True)
         sums = grad_out.new_zeros(len(rows), ctx.shape[1], dtype=_accumulate(grad_out))
@@ -280,13 +284,13 @@ def row_update(
     if table.numel() == 0:
         return
     wide = _accumulate(table)
-    if keys is None:
+    if keys is None or runs is None or count is None:
         rows, g = torch.arange(table.shape[0], device=table.device), grad.to(wide)
     else:
         rows, g = row_sum(grad.to(wide), keys, runs, count)
     g = -g if maximize else g
     w = table[rows].to(wide) * (1 - lr * weight_decay)
-    change, number = g, step.item()
+    change, number = g, int(step)
     if first is not None:
         change = beta1 * first[rows] + (1 - beta1 if rule == "adam" else 1) * g
         first[rows] = change
@@ -389,7 +393,7 @@ def short_conv(
     residual: bool = True,
     document_ids: Tensor | None = None,
     mask: Tensor | None = None,
-    state=None,
+    state: None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
     """Causal dilated depthwise convolution over the tokens, with the norm before and the activation after it.
@@ -463,7 +467,7 @@ def gate_conv(
     document_ids: Tensor | None = None,
     mask: Tensor | None = None,
     residual: bool = False,
-    state=None,
+    state: None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
     """short_conv(gate(...)), rounded once at the end.
@@ -490,6 +494,147 @@ def gate_conv(
         return out.to(hidden.dtype)
     here = None if mask is None else mask[..., None, None]
     return _select(here, (out + wide).to(hidden.dtype), hidden)
+
+
+def decode(
+    hidden: Tensor,
+    token_ids: Tensor,
+    multipliers: Tensor,
+    moduli: Tensor,
+    offsets: Tensor,
+    table: Tensor,
+    key_proj: Tensor,
+    key_bias: Tensor | None,
+    value_proj: Tensor,
+    value_bias: Tensor | None,
+    hidden_weight: Tensor | None,
+    key_weight: Tensor | None,
+    conv_weight: Tensor,
+    conv_norm_weight: Tensor | None,
+    history: list[Tensor],
+    conv: list[Tensor],
+    *,
+    pad_id: int,
+    max_rollback: int,
+    eps: float,
+    conv_eps: float,
+    dilation: int,
+    zero_rule: str = "sign",
+    eos_id: int | None = None,
+    mask_blocks_hash: bool = True,
+    conv_reset: bool = True,
+    token_map: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    residual: bool = False,
+) -> Tensor:
+    """The next tokens of every sequence through a whole layer, and their sequences' state moved on, in place.
+
+        rows   = ngram_hash of the ids, which go on from those in `history`
+        memory = embedding(table, rows), zeros at masked tokens, [B, T, C * d]
+        key, value = memory @ proj.T + bias, rounded to the table's dtype
+        out    = gate_conv(hidden, key, value, ...) after the positions that are in `conv`
+
+    A state is a ring for each: position [B] and room [B] int64, visible bool, runs and documents int64 [B, slots], then
+    ids int64 [B, slots], or value [B, slots, D] and stats [B, slots, 3 G + 1] (score and both reciprocal norms of every
+    branch, the mean square of value). Position p lies in slot p % slots. A run is a stretch of one document, counted on;
+    a change of document id begins one, and so does the token after a visible `eos_id`. The first lengths[b] tokens are
+    appended.
+
+    Shapes, dtypes and errors: `engram.ops.decode`, `ngram_hash`, `embedding` and `gate_conv`.
+    """
+    batch, tokens, branches, width = hidden.shape
+    order, reach = multipliers.shape[1], (conv_weight.shape[2] - 1) * dilation
+    counted = [tokens] * batch if lengths is None else lengths.clamp(0, tokens).tolist()
+    visible = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask
+    visible = visible & (torch.arange(tokens, device=hidden.device) < torch.tensor(counted, device=hidden.device)[:, None])
+    hashed = visible if mask_blocks_hash else torch.ones_like(visible)
+    ids = torch.where(hashed, token_ids.long(), pad_id)
+    for b, length in enumerate(counted):
+        ids[b, length:] = pad_id
+    ends = hashed & (ids == eos_id) if eos_id is not None else torch.zeros_like(hashed)
+
+    runs, documents = _continue_runs(history, document_ids, ends, history[5] == eos_id if eos_id is not None else None)
+    (past_ids,), past_visible, past_runs = _last_positions(history, order - 1)
+    same = past_visible & (past_runs == runs[:, :1]) if tokens else past_visible
+    rows = ngram_hash(ids, multipliers, moduli, offsets, pad_id=pad_id, token_map=token_map, document_ids=runs,
+                      mask=hashed, history=torch.where(same, past_ids, -1))[0]
+
+    memory = embedding(table, rows, mask=visible).flatten(2).to(_accumulate(hidden))
+    key, value = (
+        F.linear(memory, weight.to(memory.dtype), None if bias is None else bias.to(memory.dtype)).to(table.dtype)
+        for weight, bias in ((key_proj, key_bias), (value_proj, value_bias))
+    )
+    key = key.view(hidden.shape)
+
+    marked = conv_reset and (document_ids is not None or eos_id is not None)
+    conv_runs, conv_documents = _continue_runs(conv, runs if marked else None, torch.zeros_like(visible), None)
+    (past_value, past_stats), past_visible, past_runs = _last_positions(conv, reach)
+    wide, k, v = (x.to(memory.dtype) for x in (hidden, key, value))
+    options: dict[str, Any] = dict(eps=eps, zero_rule=zero_rule)
+    gated = gate(wide, k, v, hidden_weight, key_weight, mask=visible, **options)
+    # A gate whose score is known: one channel, already normalised.
+    score = past_stats[..., : 3 * branches : 3, None]
+    past = gate(score, torch.ones_like(score), torch.ones_like(score[..., 0, :]), None, None, **options)
+    past = past * past_value[:, :, None].to(memory.dtype)
+    out = short_conv(torch.cat([past, gated], 1), conv_weight, conv_norm_weight, dilation=dilation, eps=conv_eps,
+                     document_ids=torch.cat([past_runs, conv_runs], 1), mask=torch.cat([past_visible, visible], 1))
+    out = out[:, reach:]
+    if residual:
+        out = out + wide
+    out = _select(visible[..., None, None], out.to(hidden.dtype), hidden if residual else 0)
+
+    w = [1 if weight is None else weight.to(memory.dtype) for weight in (hidden_weight, key_weight)]
+    norms = [torch.rsqrt(x.square().mean(-1) + eps) if weight is not None else torch.ones_like(x[..., 0])
+             for x, weight in ((wide, hidden_weight), (k, key_weight))]
+    score = (wide * k * w[0] * w[1]).sum(-1) * norms[0] * norms[1] / width**0.5
+    stats = torch.cat([torch.stack([score, *norms], -1).flatten(2), v.square().mean(-1, keepdim=True)], 2)
+    stats = _select(visible[..., None], stats, 0)
+    _append(history, counted, max_rollback, hashed, runs, documents, ids)
+    _append(conv, counted, max_rollback, visible, conv_runs, conv_documents, value, stats)
+    return out
+
+
+def _continue_runs(
+    ring: list[Tensor], document_ids: Tensor | None, ends: Tensor, past_ends: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Run and document of every token, int64 [B, T] each, counted on from the last position in the ring."""
+    position, _, visible, runs, documents = ring[:5]
+    new_runs, new_documents = (torch.empty_like(ends, dtype=torch.int64) for _ in range(2))
+    for b in range(ends.shape[0]):
+        end = int(position[b])
+        last = (end - 1) % runs.shape[1]
+        run, document = int(runs[b, last]), int(documents[b, last])
+        starts = end > 0 and past_ends is not None and bool(past_ends[b, last] & visible[b, last])
+        for t in range(ends.shape[1]):
+            here = document if document_ids is None else int(document_ids[b, t])
+            run += starts or (here != document and end + t > 0)
+            document, starts = here, bool(ends[b, t])
+            new_runs[b, t], new_documents[b, t] = run, document
+    return new_runs, new_documents
+
+
+def _last_positions(ring: list[Tensor], reach: int) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Payload, visible and runs of the `reach` positions before the next token, oldest first."""
+    position, _, visible, runs, _, *payload = ring
+    at = position[:, None] + torch.arange(-reach, 0, device=position.device)
+    slots, row = at % runs.shape[1], torch.arange(len(position), device=position.device)[:, None]
+    return [x[row, slots] for x in payload], visible[row, slots] & (at >= 0), runs[row, slots]
+
+
+def _append(
+    ring: list[Tensor], counted: list[int], max_rollback: int, visible: Tensor, runs: Tensor, documents: Tensor,
+    *payload: Tensor,
+) -> None:
+    position, room, *slots = ring
+    for b, length in enumerate(counted):
+        for t in range(length):
+            slot = (int(position[b]) + t) % slots[0].shape[1]
+            for to, x in zip(slots, (visible, runs, documents, *payload)):
+                to[b, slot] = x[b, t]
+        position[b] += length
+        room[b] = min(int(room[b]) + length, max_rollback)
 
 
 def _accumulate(x: Tensor) -> torch.dtype:

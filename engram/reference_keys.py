@@ -8,7 +8,7 @@ Source: state dicts of the official demo, of DeepSeek-V4.1-Flash (`layers.{i}.en
 """
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Mapping, NamedTuple
+from typing import TYPE_CHECKING, Any, Mapping, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from engram.boundaries import describe, is_integer
 
 if TYPE_CHECKING:
     from engram.nn import Engram
+
+Stored = TypeVar("Stored")  # whatever a checkpoint keeps its tensors as
 
 _STEP = 1 << 16  # rows dequantised at a time; a multiple of every block
 _RAW = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int8)  # copied byte for byte, never converted
@@ -111,7 +113,7 @@ class ReferenceTensor:
         return (sum(target.shape[0] for target in self.targets), *self.targets[0].shape[1:])
 
     @property
-    def scale_shape(self) -> tuple[int, int]:
+    def scale_shape(self) -> tuple[int, ...]:
         """Of the scales: one a block, the last block of a dimension may be smaller."""
         return tuple(-(-size // block) for size, block in zip(self.shape, self.block))
 
@@ -132,9 +134,11 @@ class ReferenceTensor:
             wanted = "floating point" + (f", or float8_e4m3fn beside {self.scale}" if self.scale else "")
         if not fits or any(piece.dtype != dtype for piece in pieces):
             return f"{name} must be {wanted}, got {', '.join(sorted({describe(piece) for piece in pieces}))}"
-        if quantized and scales is None:
+        if not quantized:
+            return ""
+        if scales is None:
             return f"missing {self.scale}, the scales of {name}"
-        if quantized and (scales.dtype != torch.float8_e8m0fnu or tuple(scales.shape) != self.scale_shape):
+        if scales.dtype != torch.float8_e8m0fnu or tuple(scales.shape) != self.scale_shape:
             return f"{self.scale} must be float8_e8m0fnu {list(self.scale_shape)}, got {describe(scales)}"
         return ""
 
@@ -209,8 +213,8 @@ def reference_tensors(module: "Engram") -> dict[str, ReferenceTensor]:
             continue
         named |= set(names)
         shape = [math.prod(sizes[letter] for letter in size.split("*")) for size in key.shape.split()]
-        options = dict(scale=key.scale, block=key.block, shards=key.shards, optional=key.optional,
-                       constant=key.own.startswith("hash."))
+        options: dict[str, Any] = dict(scale=key.scale, block=key.block, shards=key.shards, optional=key.optional,
+                                       constant=key.own.startswith("hash."))
         if "{g}" in name:
             parts = _view(own[key.own], key.own, [config.branches, *shape], dialect)
             tensors |= {name.format(g=g): ReferenceTensor((part,), **options) for g, part in enumerate(parts)}
@@ -227,7 +231,7 @@ def _view(own: Tensor, name: str, shape: list[int], dialect: str) -> Tensor:
     return own.view(shape)
 
 
-def pieces_of(name: str, tensor: ReferenceTensor, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def pieces_of(name: str, tensor: ReferenceTensor, given: Mapping[str, Stored]) -> dict[str, Stored]:
     """What of `given` makes up the tensor, by name: itself, or its shards in the order of their numbers."""
     if name in given or tensor.shards is None:
         return {name: given[name]} if name in given else {}
@@ -247,7 +251,8 @@ def faults(tensors: Mapping[str, ReferenceTensor], given: Mapping[str, Tensor]) 
             continue
         if tensor.scale is not None and next(iter(pieces.values())).dtype == torch.float8_e4m3fn:
             used.add(tensor.scale)
-        if fault := tensor.fault(name, list(pieces.values()), given.get(tensor.scale)):
+        scales = None if tensor.scale is None else given.get(tensor.scale)
+        if fault := tensor.fault(name, list(pieces.values()), scales):
             found.append(fault)
     return found + [f"unexpected {name}" for name in given if name not in used]
 

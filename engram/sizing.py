@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch import nn
 
 from engram.config import EngramConfig
 from engram.nn import Engram, layer_moduli
@@ -150,6 +151,8 @@ def _rows(config: EngramConfig) -> int:
 
 
 def _layer_sizes(config: EngramConfig, layer_id: int, dtype: torch.dtype | None) -> LayerSizes:
+    layer: nn.Module
+    embedding: nn.Module
     if config.layout == "hybrid":
         from engram.models.hybrid import EngramLayer
 

@@ -1,6 +1,6 @@
 """What decoding keeps of a sequence: the state of one Engram layer, with which chunks equal one pass over all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -128,7 +128,7 @@ def _flatten(state: EngramState) -> tuple[list[Tensor], Any]:
     return [tensor for ring in state.rings.values() for tensor in ring.tensors.values()], context
 
 
-def _unflatten(tensors: list[Tensor], context: Any) -> EngramState:
+def _unflatten(tensors: Iterable[Tensor], context: Any) -> EngramState:
     left, rings = list(tensors), {}
     for name, names, reach, max_rollback in context:
         own, left = left[: len(names)], left[len(names) :]

@@ -85,8 +85,10 @@ class HashStatistics:
     orders: tuple[OrderUsage, ...]
 
     def __str__(self) -> str:
-        lines = [("layer", "order", "head", "rows", "lookups", "n-grams", "unique", "rows touched", "collided", "ideal",
-                  "busiest row")]
+        lines: list[tuple[str, ...]] = [
+            ("layer", "order", "head", "rows", "lookups", "n-grams", "unique", "rows touched", "collided", "ideal",
+             "busiest row")
+        ]
         for order in self.orders:
             for head in order.heads:
                 lines.append((
@@ -175,11 +177,10 @@ class GateStatistics:
     """
 
     def __init__(self, branches: int) -> None:
-        zeros = dict(dtype=torch.float64)
         self.count = torch.zeros(branches, dtype=torch.int64)
-        self._sum, self._squares, self._clamped = (torch.zeros(branches, **zeros) for _ in range(3))
-        self.minimum = torch.full((branches,), torch.nan, **zeros)
-        self.maximum = torch.full((branches,), torch.nan, **zeros)
+        self._sum, self._squares, self._clamped = (torch.zeros(branches, dtype=torch.float64) for _ in range(3))
+        self.minimum = torch.full((branches,), torch.nan, dtype=torch.float64)
+        self.maximum = torch.full((branches,), torch.nan, dtype=torch.float64)
         self.histogram = torch.zeros(branches, GATE_BINS, dtype=torch.int64)
 
     @property
@@ -208,7 +209,7 @@ class GateStatistics:
         for branch, row in enumerate(bins.T):
             self.histogram[branch] += torch.bincount(row[row >= 0], minlength=GATE_BINS)
 
-    def to_dict(self) -> dict[str, list]:
+    def to_dict(self) -> dict[str, list[Any]]:
         """Plain JSON types; None where nothing was seen."""
         values = {name: getattr(self, name).tolist() for name in ("count", "histogram")}
         for name in ("mean", "std", "minimum", "maximum", "clamped"):
@@ -223,7 +224,7 @@ class GateRecord:
         self.layers: dict[str, GateStatistics] = {}
 
     def __str__(self) -> str:
-        lines = [("layer", "branch", "gates", "mean", "std", "least", "most", "clamped")]
+        lines: list[tuple[str, ...]] = [("layer", "branch", "gates", "mean", "std", "least", "most", "clamped")]
         for name, layer in self.layers.items():
             for branch, count in enumerate(layer.count.tolist()):
                 values = (layer.mean, layer.std, layer.minimum, layer.maximum)
@@ -250,16 +251,17 @@ def record_gates(model: nn.Module) -> Iterator[GateRecord]:
     Yields:
         GateRecord; complete when the context is left, and good to read within it.
     """
-    record, inside, handles = GateRecord(), [], []
+    record, handles = GateRecord(), []
+    inside: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, ContextGate):  # a part of the layer, not a layer
             name = name.rpartition(".")[0]
         label = name or type(module).__name__
 
-        def enter(_module, _args, label=label) -> None:
+        def enter(_module: nn.Module, _args: Any, label: str = label) -> None:
             inside.append(label)
 
-        def leave(_module, _args, _output) -> None:
+        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
             inside.pop()
 
         handles.append(module.register_forward_pre_hook(enter))
@@ -278,10 +280,10 @@ class _GateCalls(TorchDispatchMode):
     It stands below autograd: what it sees has no graph."""
 
     def __init__(self, record: GateRecord, inside: list[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.record, self.inside = record, inside
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         gate = torch.ops.engram.gate.default

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
+from engram.progress import Progress, reporting
 
 _SENTINEL = "\ue000"  # keeps a key that is one space alive through Strip
 _INSTALL = 'TokenMap.from_tokenizer needs the tokenizers package: python -m pip install "engram-torch[train]"'
@@ -40,7 +43,7 @@ class TokenMap:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= 2**31 - 1:
             raise ValueError(f"TokenMap: ids must be in [0, 2**31 - 1), got {low if low < 0 else high}")
-        self.ids = ids.astype(np.int32)
+        self.ids: NDArray[np.int32] = ids.astype(np.int32)
         self.ids.setflags(write=False)
         self.vocab_size = len(ids)
         self.compressed_vocab_size = high + 1
@@ -55,7 +58,9 @@ class TokenMap:
         return cls(np.arange(vocab_size, dtype=np.int64))
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Any, *, vocab_size: int | None = None) -> "TokenMap":
+    def from_tokenizer(
+        cls, tokenizer: Any, *, vocab_size: int | None = None, progress: Progress = False
+    ) -> "TokenMap":
         """Give one id to all tokens whose text is the same but for case, accents, width and white space.
 
         In id order, added and special tokens included: the text is the token decoded alone. Undecodable bytes
@@ -67,6 +72,7 @@ class TokenMap:
             tokenizer: a `tokenizers.Tokenizer`, a fast tokenizer of `transformers`, or the path of a `tokenizer.json`.
             vocab_size: rows of the model's embedding where they exceed the tokenizer's; ids that no token has decode
                 to the empty text and so share one id. None: as many as the tokenizer has.
+            progress: see `engram.progress`; counts tokens, by the thousand.
 
         Raises:
             ImportError: the `tokenizers` package is missing.
@@ -93,17 +99,20 @@ class TokenMap:
         normalizer = _key_normalizer(tokenizers)
         seen: dict[str, int] = {}
         ids = []
-        for token in range(vocab_size):
-            # Not decode_batch: its threads would make every later fork of the process print a warning.
-            text = tokenizer.decode([token], skip_special_tokens=False)
-            if "\ufffd" in text:
-                key = tokenizer.id_to_token(token)
-            else:
-                key = normalizer.normalize_str(text) or text
-            ids.append(seen.setdefault(key, len(seen)))
+        with reporting(progress, "token map", " tokens") as report:
+            for token in range(vocab_size):
+                # Not decode_batch: its threads would make every later fork of the process print a warning.
+                text = tokenizer.decode([token], skip_special_tokens=False)
+                if "\ufffd" in text:
+                    key = tokenizer.id_to_token(token)
+                else:
+                    key = normalizer.normalize_str(text) or text
+                ids.append(seen.setdefault(key, len(seen)))
+                if len(ids) % 1000 == 0 or len(ids) == vocab_size:
+                    report(len(ids), vocab_size)
         return cls(np.array(ids, dtype=np.int64), source=_source_digest(tokenizer, vocabulary))
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the map to `path` (.npz). A file already there is replaced only by a complete one."""
         path = Path(path)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -115,7 +124,7 @@ class TokenMap:
             part.unlink(missing_ok=True)
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> "TokenMap":
+    def load(cls, path: str | os.PathLike[str]) -> "TokenMap":
         """Read a map written by `save`. No pickle is ever opened.
 
         Raises:
@@ -145,7 +154,7 @@ class TokenMap:
         return f"TokenMap({self.vocab_size} -> {self.compressed_vocab_size}, {self.fingerprint[:12]})"
 
 
-def _backend(tokenizer: Any, kind: type) -> Any:
+def _backend(tokenizer: Any, kind: Any) -> Any:
     if isinstance(tokenizer, (str, os.PathLike)):
         path = os.fspath(tokenizer)
         if not os.path.isfile(path):
@@ -172,7 +181,7 @@ def _key_normalizer(tokenizers: Any) -> Any:
 
 def _source_digest(tokenizer: Any, vocabulary: dict[str, int]) -> str:
     """Digest of what the map was made from: two tokenizers that differ only in the decoder differ here."""
-    parts = (tokenizer.decoder, tokenizer.normalizer)
-    parts = [None if part is None else part.__getstate__().decode() for part in parts]
+    own = (tokenizer.decoder, tokenizer.normalizer)
+    parts = [None if part is None else part.__getstate__().decode() for part in own]
     added = {token: repr(text) for token, text in tokenizer.get_added_tokens_decoder().items()}
     return hashlib.sha256(json.dumps([vocabulary, added, parts], sort_keys=True).encode()).hexdigest()

@@ -583,7 +583,7 @@ def figure(records: list[dict[str, Any]], results: dict[str, Any]) -> bytes:
         labels.append(f"{of['model']}\nagainst {of['against']}")
     right.axvline(0, color="black", linewidth=0.8)
     right.set_yticks(range(len(labels)), labels, fontsize="small")
-    right.set(xlabel="difference of the final loss, % (each seed, and the mean)", title="Left of zero is better")
+    right.set(xlabel="difference of the final loss, %: seeds and mean", title="Left of zero is better")
     right.invert_yaxis()
     right.grid(alpha=0.3, axis="x")
     canvas, stream = FigureCanvasAgg(picture), io.BytesIO()

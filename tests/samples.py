@@ -28,8 +28,8 @@ DIFFERENTIABLE = {
 }
 
 
-# What an op writes in place; such an op returns None.
-WRITTEN = {"row_update": ("table", "first", "second")}
+# What an op writes in place: tensors, or lists of them.
+WRITTEN = {"row_update": ("table", "first", "second"), "decode": ("history", "conv")}
 
 
 @dataclass(frozen=True)
@@ -279,6 +279,58 @@ def gate_conv(
     return inputs
 
 
+def decode(
+    draw: Draw, *, batch=2, tokens=1, branches=2, width=16, order=3, heads=2, row_width=4, taps=4, dilation=3,
+    max_rollback=0, past=5, vocab_size: int | None = 40, eos_id: int | None = None, mask_blocks_hash=True, conv_reset=True,
+    bias=True, documents=False, mask=False, lengths=False, layout="contiguous", **gating,
+) -> dict:
+    """`past`: tokens in the state of the first row; the others have fewer. `gating`: what `gate_conv` takes."""
+    hashing = ngram_hash(draw, batch=batch, tokens=tokens, order=order, heads=heads, layers=1, vocab_size=vocab_size,
+                         id_dtype=torch.int64, documents=documents, layout=layout)
+    mixing = gate_conv(draw, batch=batch, tokens=tokens, branches=branches, width=width, taps=taps, dilation=dilation,
+                       mask=mask, lengths=lengths, layout=layout, **gating)
+    columns = (order - 1) * heads
+    # Room for the largest moduli: the same size for every seed.
+    shapes = dict(table=(2000 * columns, row_width), key_proj=(branches * width, columns * row_width),
+                  value_proj=(width, columns * row_width))
+    floats = {name: strided(draw.normal(*shape) / shape[1] ** 0.5, layout) for name, shape in shapes.items()}
+    for name, size in (("key_bias", branches * width), ("value_bias", width)):
+        floats[name] = draw.normal(size) if bias else None
+    positions = (past - torch.arange(batch) * 3).clamp(min=0).to(draw.device)
+
+    def ring(reach: int, **payload: Tensor) -> list[Tensor]:
+        slots = max(1, reach + max_rollback)
+        runs = draw.integers(0, 3, batch, slots).sort(1).values
+        marks = [positions.clone(), positions.clamp(max=max_rollback), draw.mask(batch, slots), runs, runs % 2]
+        return [*marks, *payload.values()]
+
+    if layout == "contiguous" and (mask or lengths):    # what is masked, or past the end, is never read
+        read = torch.ones(batch, tokens, dtype=torch.bool, device=draw.device)
+        if mask and mask_blocks_hash:
+            read &= mixing["mask"]
+        if lengths:
+            read &= torch.arange(tokens, device=draw.device) < mixing["lengths"][:, None]
+        hashing["token_ids"] = torch.where(read, hashing["token_ids"], torch.iinfo(torch.int64).min)
+
+    reach = (taps - 1) * dilation
+    slots = max(1, reach + max_rollback)
+    state_dtype = torch.float64 if draw.dtype == torch.float64 else torch.float32
+    history = ring(order - 1, ids=draw.integers(0, vocab_size or 100, batch, max(1, order - 1 + max_rollback)))
+    value = draw.normal(batch, slots, width)
+    scores = draw.normal(batch, slots, 3 * branches, dtype=state_dtype)
+    stats = torch.cat([scores, value.to(state_dtype).square().mean(2, keepdim=True)], 2)
+    conv = ring(reach, value=value, stats=stats)
+    return {
+        **{name: hashing[name] for name in ("token_ids", "multipliers", "moduli", "offsets", "pad_id", "token_map",
+                                            "document_ids")},
+        **floats,
+        **{name: mixing[name] for name in ("hidden", "hidden_weight", "key_weight", "conv_weight", "conv_norm_weight",
+                                           "eps", "conv_eps", "dilation", "zero_rule", "mask", "residual")},
+        **dict(history=history, conv=conv, max_rollback=max_rollback, eos_id=eos_id, mask_blocks_hash=mask_blocks_hash,
+               conv_reset=conv_reset, lengths=mixing.get("lengths")),
+    }
+
+
 def _list(make: Callable[..., dict], **cases: dict) -> list[Sample]:
     return [Sample(name, partial(make, **sizes)) for name, sizes in cases.items()]
 
@@ -286,6 +338,37 @@ def _list(make: Callable[..., dict], **cases: dict) -> list[Sample]:
 LAYOUTS = ("transposed", "sliced", "expanded")
 
 SAMPLES: dict[str, list[Sample]] = {
+    "decode": _list(
+        decode,
+        plain={},
+        raw_ids=dict(vocab_size=None),
+        **{f"branches_{branches}": dict(branches=branches, width=33) for branches in (1, 3, 4)},
+        **{f"width_{width}": dict(width=width, row_width=width) for width in (2, 7, 64, 130)},
+        **{f"tokens_{tokens}": dict(tokens=tokens, batch=3) for tokens in (2, 3, 5, 12)},
+        fourgrams=dict(order=4, heads=3, tokens=2),
+        one_tap=dict(taps=1),
+        five_taps=dict(taps=5, dilation=2, tokens=4),
+        no_past=dict(past=0, tokens=3),
+        long_past=dict(past=50),
+        documents=dict(documents=True, tokens=6),
+        conv_across_documents=dict(documents=True, tokens=6, conv_reset=False),
+        eos=dict(eos_id=1, vocab_size=3, tokens=6),
+        eos_everything=dict(eos_id=1, vocab_size=3, tokens=6, documents=True, mask=True, lengths=True),
+        mask=dict(mask=True, tokens=6),
+        mask_residual=dict(mask=True, tokens=6, residual=True),
+        mask_hashed=dict(mask=True, tokens=6, mask_blocks_hash=False),
+        lengths=dict(lengths=True, tokens=6, batch=5, mask_blocks_hash=False),
+        rollback=dict(max_rollback=4, tokens=3),
+        wraps=dict(tokens=25, documents=True, mask=True, max_rollback=1),
+        no_bias=dict(bias=False),
+        no_weights=dict(hidden_weight=False, key_weight=False, norm=False),
+        copysign=dict(zero_rule="copysign"),
+        mixed=dict(mixed=True, residual=True),
+        weights_float64=dict(weight_dtype=torch.float64),
+        **{layout: dict(layout=layout, mask=True, documents=True, tokens=3) for layout in LAYOUTS},
+        no_tokens=dict(tokens=0, documents=True, mask=True),
+        no_batch=dict(batch=0, documents=True, mask=True),
+    ),
     "ngram_hash": _list(
         ngram_hash,
         plain={},
@@ -532,12 +615,16 @@ def each_sample(*ops: str) -> list[tuple[str, Sample]]:
 
 def results_of(op: str, function: Callable, inputs: dict) -> list[Tensor]:
     """What a call gives, in a list; of an op that works in place what it has written, into copies."""
-    inputs = inputs | {name: inputs[name].clone() for name in WRITTEN.get(op, ()) if inputs[name] is not None}
-    result = function(**inputs)
-    if op in WRITTEN:
+    written = {name: _cloned(inputs[name]) for name in WRITTEN.get(op, ()) if inputs[name] is not None}
+    result = function(**inputs | written)
+    if op == "row_update":
         assert result is None
-        return [inputs[name] for name in WRITTEN[op] if inputs[name] is not None]
-    return list(result) if isinstance(result, tuple) else [result]
+    found = [] if result is None else list(result) if isinstance(result, tuple) else [result]
+    return found + [x for value in written.values() for x in (value if isinstance(value, list) else [value])]
+
+
+def _cloned(value):
+    return [x.clone() for x in value] if isinstance(value, list) else value.clone()
 
 
 def bits(x: Tensor) -> Tensor:
@@ -548,7 +635,12 @@ def bits(x: Tensor) -> Tensor:
 
 def to_double(inputs: dict) -> dict:
     """The same numbers in float64: what the oracle computes on."""
-    return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+    def double(value):
+        if isinstance(value, list):
+            return [double(x) for x in value]
+        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return {name: double(value) for name, value in inputs.items()}
 
 
 def backward_inputs(op: str, inputs: dict) -> dict:

@@ -320,6 +320,10 @@ def test_guard_fails_on_a_missed_ratio(monkeypatch, capsys):
     threads = torch.get_num_threads()
     assert run.main(["--guard"]) == 1 and torch.get_num_threads() == threads
     assert "MISSED ngram_hash" in capsys.readouterr().out
+    assert run.main(["--guard", "--json"]) == 1
+    output, error = capsys.readouterr()
+    record = json.loads(output)
+    assert not record["ok"] and [guard["met"] for guard in record["guards"]] == [False] and "MISSED ngram_hash" in error
 
 
 def test_profile_shows_our_ops(capsys):
@@ -338,10 +342,8 @@ def test_profile_names_the_stages_of_the_layer(capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
 @pytest.mark.parametrize("way", [run.main, lambda arguments: cli.main(["bench", *arguments])])
 def test_no_gpu_to_measure(way, capsys):
-    with pytest.raises(SystemExit) as exit:
-        way(["--device", "cuda"])
-    error = capsys.readouterr().err
-    assert exit.value.code == 2 and "error: device cuda cannot be used: " in error
+    assert way(["--device", "cuda"]) == 2
+    assert "error: device cuda cannot be used: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -349,14 +351,15 @@ def test_no_gpu_to_measure(way, capsys):
     (["--guard", "--device", "cuda"], "--device has no meaning beside --guard"),
     (["--guard", "--op", "gate"], "--op has no meaning beside --guard"),
     (["--profile", "--json", "file"], "--json has no meaning beside --profile"),
+    (["--profile", "--json"], "--json has no meaning beside --profile"),
+    (["--guard", "--json", "file"], "--json has no meaning beside --guard"),
     (["--rows", "file", "--quick"], "--quick has no meaning beside --rows"),
     (["--rows", "file", "--guard"], "not allowed with"),
     (["--op", "nothing"], "invalid choice"),
 ])
 def test_wrong_usage(arguments, message, capsys):
-    with pytest.raises(SystemExit) as exit:
-        run.main(arguments)
-    assert exit.value.code == 2 and message in capsys.readouterr().err
+    assert run.main(arguments) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_engram_bench_is_the_same_tool(tmp_path, monkeypatch, capsys):

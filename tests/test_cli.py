@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from samples import DIFFERENTIABLE
 from engram import cli, ops
 from engram.cli import check
 from engram.cli import train as train_command
+from engram.cli.errors import UsageError
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
@@ -45,8 +47,19 @@ def call(capsys, *arguments):
     return status, captured.out.splitlines(), captured.err
 
 
+def call_json(capsys, *arguments):
+    """Exit status, the one JSON object that stdout must be, lines of stderr."""
+    status, lines, error = call(capsys, *arguments, "--json")
+    assert len(lines) == 1, lines
+    return status, json.loads(lines[0], parse_constant=pytest.fail), error.splitlines()
+
+
+def train_arguments(texts, out, *arguments):
+    return ["train", "--text", texts, "--out", out, *SMALL, *arguments]
+
+
 def train(capsys, texts, out, *arguments):
-    return call(capsys, "train", "--text", texts, "--out", out, *SMALL, *arguments)
+    return call(capsys, *train_arguments(texts, out, *arguments))
 
 
 def no_difference(one, other):
@@ -58,8 +71,8 @@ def no_difference(one, other):
 
 
 def test_plan(capsys):
-    status, lines, _ = call(capsys, "plan", "--preset", "demo", "--ranks", 3, "--tokens", 100, "--dtype", "float32", "--json")
-    record = json.loads(lines[-1])
+    arguments = ["--preset", "demo", "--ranks", 3, "--tokens", 100, "--dtype", "float32"]
+    status, record, lines = call_json(capsys, "plan", *arguments)
     assert status == 0 and [plan["sharding"] for plan in record["plans"]] == ["rows", "heads", "strided-heads"]
     assert "demo: layers 1, 15, 16 heads each, 20,692,406 rows of 64 x float32, 5.3 GB" in lines[0]
     assert any(line.split()[-6:] == ["1.77", "GB", "1.99", "GB", "1.99", "GB"] for line in lines)
@@ -75,21 +88,91 @@ def test_plan(capsys):
         assert status == 2 and message in error and error.count("\n") == 1
 
 
+# what all commands have in common
+
+
+COMMANDS = {  # arguments, keys of the record, and a part of the text
+    "report": ([], {"version", "torch", "compiler", "cpu", "cuda"}, "threads"),
+    "check": (["--device", "cpu"], {"ok", "checks"}, " good"),
+    "train": ([*SMALL, "--steps", 1, "--text", "texts", "--out", "run"], {"held_out", "step"}, "held-out loss after 1"),
+    "inspect": (["demo"], {"config", "sizes"}, "table bytes"),
+    "plan": (["--preset", "demo"], {"config", "plans"}, "backward, sends"),
+    "bench": (["--op", "ngram_hash", "--shape", "tiny", "--no-compiler", "--seconds", 0], {"records"}, "ngram_hash"),
+    "all": ([*SMALL, "--steps", 1, "--text", "texts", "--out", "run"], {"build", "check", "train"}, "held-out loss"),
+}
+
+
+def test_the_commands_are_all():
+    (commands,) = (action for action in cli.build_parser()._actions if action.dest == "COMMAND" or action.choices)
+    assert set(commands.choices) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_json_of_every_command(capsys, texts, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(Path(engram.__file__).parents[1]))  # where the benchmarks are
+    benchmarks = pytest.importorskip("benchmarks.run") if command == "bench" else None
+    if benchmarks is not None:
+        monkeypatch.setitem(benchmarks.SHAPES, "tiny", replace(benchmarks.SHAPES["A"], batch=1, tokens=12))
+        monkeypatch.setattr(benchmarks.limits, "COPY_BYTES", 2**16)
+        monkeypatch.setitem(benchmarks.TABLES, "1GB", 2**16)
+    arguments, keys, words = COMMANDS[command]
+    status, record, text = call_json(capsys, command, *arguments)
+    assert status == 0 and record.keys() >= keys and "error" not in record
+    assert any(words in line for line in text)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_wrong_usage_of_every_command(capsys, monkeypatch, tmp_path, command):
+    monkeypatch.chdir(tmp_path)
+    status, record, text = call_json(capsys, command, "--no-such-option")
+    assert status == 2 and record.keys() == {"error"} and len(text) == 1 and text[0].endswith(record["error"])
+    status, lines, error = call(capsys, command, "--no-such-option")
+    assert status == 2 and not lines and error == text[0] + "\n" and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error, status, message", [
+    (UsageError("not so"), 2, "not so"),
+    (RuntimeError("broken"), 1, "RuntimeError: broken"),
+    (KeyboardInterrupt(), 130, "interrupted"),
+])
+def test_what_goes_wrong_is_json_too(capsys, monkeypatch, error, status, message):
+    def run(options):
+        print("begun")
+        raise error
+
+    monkeypatch.setattr(cli.report, "run", run)
+    got, record, text = call_json(capsys, "report")
+    assert (got, record) == (status, {"error": message}) and text[0] == "begun" and message in text[-1]
+
+
+def test_json_has_no_nan(capsys, monkeypatch):
+    record = {"nan": float("nan"), "list": [float("inf"), 1.5, (-float("inf"),)], "none": None, "text": "nan"}
+    monkeypatch.setattr(cli.report, "run", lambda options: (0, record))
+    assert call_json(capsys, "report")[1] == {"nan": None, "list": [None, 1.5, [None]], "none": None, "text": "nan"}
+
+
+def test_only_the_first_rank_prints_json(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert call(capsys, "plan", "--ranks", 0, "--json")[:2] == (2, [])
+    monkeypatch.setenv("RANK", "0")
+    assert call_json(capsys, "plan", "--ranks", 0)[0] == 2
+
+
 # report and check
 
 
 def test_report(capsys):
-    status, lines, _ = call(capsys, "report", "--json")
-    assert status == 0 and json.loads(lines[-1]) == json.loads(json.dumps(engram.build_info()))
-    text = "\n".join(lines[:-1])
+    status, record, lines = call_json(capsys, "report")
+    assert status == 0 and record == engram.build_info()
+    text = "\n".join(lines)
     for part in (engram.__version__, torch.__version__, engram.build_info()["compiler"], engram.build_info()["cpu"]):
         assert part in text
 
 
 def test_check_covers_every_operator_and_dtype(capsys):
-    status, lines, _ = call(capsys, "check", "--json", "--device", "cpu")
-    record = json.loads(lines[-1])
-    assert status == 0 and record["ok"] and len(lines) == len(record["checks"]) + 2
+    status, record, lines = call_json(capsys, "check", "--device", "cpu")
+    assert status == 0 and record["ok"] and len(lines) == len(record["checks"]) + 1
     done = {(entry["op"], entry["dtype"]) for entry in record["checks"]}
     floats = {"float64", "float32", "bfloat16", "float16"}
     integer = {"ngram_hash", "row_plan"}
@@ -113,12 +196,12 @@ def test_check_finds_a_fault(capsys, monkeypatch, what):
         return out + 0.05 * (value - value.detach()).unsqueeze(-2)
 
     monkeypatch.setattr(ops, "gate", faulty)
-    status, lines, _ = call(capsys, "check", "--json")
-    entries = json.loads(lines[-1])["checks"]
+    status, record, lines = call_json(capsys, "check")
+    entries = record["checks"]
     assert status == 1
     assert {entry["op"] for entry in entries if not entry["ok"]} == {"gate"}
     assert all(not entry["ok"] for entry in entries if entry["op"] == "gate")
-    assert "4 FAILED" in lines[-2]
+    assert "4 FAILED" in lines[-1]
 
 
 def test_check_finds_a_wrong_row(capsys, monkeypatch):
@@ -145,21 +228,20 @@ def test_a_device_that_is_not_there(capsys, texts, tmp_path):
 
 
 def test_train_writes_everything_and_resumes_bit_for_bit(capsys, texts, tmp_path):
-    status, lines, _ = train(capsys, texts, tmp_path / "straight", "--steps", 6, "--json")
+    status, record, lines = call_json(capsys, *train_arguments(texts, tmp_path / "straight", "--steps", 6))
     assert status == 0
-    record = json.loads(lines[-1])
     assert record["step"] == 6 and record["parameters"]["engram"] > record["parameters"]["baseline"]
     losses = record["held_out"]
     assert record["difference_percent"] == pytest.approx(100 * (losses["engram"] / losses["baseline"] - 1))
     assert any(f"{record['parameters']['baseline']:,} parameters" in line for line in lines)
-    assert any(f"{losses['engram']:.4f}" in line for line in lines[:-1])
+    assert any(f"{losses['engram']:.4f}" in line for line in lines)
     assert sorted(p.suffix for p in (tmp_path / "straight").iterdir()) == [".json", ".png", ".safetensors"]
     assert (tmp_path / "straight" / "losses.png").read_bytes().startswith(b"\x89PNG")
 
     out = tmp_path / "resumed"
     assert train(capsys, texts, out, "--steps", 3)[0] == 0
-    status, lines, _ = call(capsys, "train", "--resume", "--steps", 6, "--out", out, "--json")
-    assert status == 0 and json.loads(lines[-1])["held_out"] == losses
+    status, record, lines = call_json(capsys, "train", "--resume", "--steps", 6, "--out", out)
+    assert status == 0 and record["held_out"] == losses
     assert any(line.startswith("resumed at step 3") for line in lines)
     assert no_difference(out / "checkpoint.safetensors", tmp_path / "straight" / "checkpoint.safetensors")
 
@@ -188,19 +270,16 @@ def test_an_earlier_checkpoint_is_kept(capsys, texts, tmp_path):
 
 def test_steps_from_the_environment(capsys, texts, tmp_path, monkeypatch):
     monkeypatch.setenv("ENGRAM_TRAIN_STEPS", "2")
-    _, lines, _ = train(capsys, texts, tmp_path / "a", "--json")
-    assert json.loads(lines[-1])["step"] == 2
-    _, lines, _ = train(capsys, texts, tmp_path / "b", "--json", "--steps", 1)
-    assert json.loads(lines[-1])["step"] == 1
+    assert call_json(capsys, *train_arguments(texts, tmp_path / "a"))[1]["step"] == 2
+    assert call_json(capsys, *train_arguments(texts, tmp_path / "b", "--steps", 1))[1]["step"] == 1
     monkeypatch.setenv("ENGRAM_TRAIN_STEPS", "many")
     status, _, error = train(capsys, texts, tmp_path / "c")
     assert status == 2 and error == "engram: error: ENGRAM_TRAIN_STEPS must be an integer, got 'many'\n"
 
 
 def test_without_a_command_everything_runs(capsys, texts, tmp_path):
-    status, lines, _ = call(capsys, "--text", texts, "--out", tmp_path / "run", *SMALL, "--steps", 1, "--json",
-                            "--branches", 4)
-    record = json.loads(lines[-1])
+    status, record, lines = call_json(capsys, "--text", texts, "--out", tmp_path / "run", *SMALL, "--steps", 1,
+                                      "--branches", 4)
     assert status == 0 and record.keys() == {"build", "check", "train"} and record["check"]["ok"]
     order = [next(i for i, line in enumerate(lines) if line.startswith(start))
              for start in ("engram    ", "check: ", "held-out loss after 1 step")]
@@ -246,8 +325,10 @@ def test_a_missing_extra(capsys, monkeypatch, module, tmp_path):
 
 
 def test_divergence_is_reported(capsys, texts, tmp_path):
-    status, _, error = train(capsys, texts, tmp_path / "run", "--steps", 60, "--lr", "1e30")
-    assert status == 1 and error.startswith("engram: the ") and "try a smaller lr" in error
+    arguments = train_arguments(texts, tmp_path / "run", "--steps", 60, "--lr", "1e30")
+    status, record, lines = call_json(capsys, *arguments)
+    assert status == 1 and lines[-1] == f"engram: {record['error']}"
+    assert record["error"].startswith("the ") and "try a smaller lr" in record["error"]
 
 
 def test_help_and_version(capsys):

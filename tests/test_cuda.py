@@ -7,8 +7,9 @@ import sys
 
 import pytest
 import torch
-from engram import EngramConfig, nn, ops
-from samples import DEVICES, DIFFERENTIABLE, DTYPES, each_sample, named
+from engram import EngramConfig, TokenMap, nn, ops
+from engram.state import EngramState
+from samples import DEVICES, DIFFERENTIABLE, DTYPES, each_sample, named, results_of
 from test_determinism import LARGE
 
 KERNELS = "cuda" if "cuda" in DEVICES else "cpu"        # where the CUDA kernels run
@@ -83,6 +84,54 @@ def test_debug_makes_bad_ids_an_error(monkeypatch):
     assert ops.ngram_hash(**hashing).shape == rows.shape and ops.embedding(**lookup).shape == values.shape
 
 
+def decoding_layer(dtype=torch.float64) -> nn.Engram:
+    config = EngramConfig(hidden_size=40, vocab_size=50, branches=2, heads_per_ngram=2, embed_dim_per_head=8,
+                          table_size=300, layer_ids=(1,), conv_init="default")
+    torch.manual_seed(0)
+    layer = nn.Engram(config, 1, token_map=TokenMap([i * 7 % 30 for i in range(50)]), dtype=dtype)
+    return layer.requires_grad_(False).to(KERNELS)
+
+
+def steps_of(layer: nn.Engram, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    state = layer.init_state(ids.shape[0])
+    return torch.cat([layer(hidden[:, t : t + 2], ids[:, t : t + 2], state=state) for t in range(0, ids.shape[1], 2)], 1)
+
+
+@needs_kernels
+@pytest.mark.parametrize("bad", [-1, 50, torch.iinfo(torch.int64).max])
+def test_bad_ids_count_as_masked_in_a_step(bad, monkeypatch):
+    """Also for the tokens after it, those of the next step included: as in the ops that a step stands for."""
+    layer, generator = decoding_layer(), torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 8, 2, 40, generator=generator, dtype=torch.float64).to(KERNELS)
+    ids = torch.randint(50, (2, 8), generator=generator).to(KERNELS)
+    good = steps_of(layer, hidden, ids)
+    ids[1, 3] = bad
+    found = steps_of(layer, hidden, ids)
+    monkeypatch.setattr(nn, "_DECODED_TOKENS", 0)
+    torch.testing.assert_close(found, steps_of(layer, hidden, ids), rtol=1e-11, atol=1e-11)
+    assert torch.equal(found[0], good[0]) and torch.equal(found[1, :3], good[1, :3])
+    assert (found[1, 3:6] != good[1, 3:6]).any(-1).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("argument, position, value, message", [
+    ("token_ids", (1, 2), 40, r"^decode: token_ids must be in \[0, 40\), the ids of token_map, got an id outside"),
+    ("offsets", (0, 1), 2**40, r"^decode: rows must be in \[0, \d+\), the rows of table, got a row outside"),
+])
+def test_debug_makes_a_bad_step_an_error(argument, position, value, message, monkeypatch):
+    """And leaves the state alone."""
+    inputs = named("decode", "plain")[0].at(tokens=3)(KERNELS)
+    inputs[argument][position] = value
+    before = [x.clone() for x in inputs["history"] + inputs["conv"]]
+    monkeypatch.setenv("ENGRAM_DEBUG", "1")
+    with pytest.raises(IndexError, match=message):
+        ops.decode(**inputs)
+    assert all(torch.equal(x, y) for x, y in zip(inputs["history"] + inputs["conv"], before))
+    monkeypatch.setenv("ENGRAM_DEBUG", "0")
+    assert ops.decode(**inputs).isfinite().all()
+    assert (inputs["conv"][0] == before[6] + 3).all()
+
+
 # The same integers and the same copies on every device
 
 
@@ -106,8 +155,10 @@ def test_lookups_equal_those_of_the_cpu(op, sample, dtype):
 def passed(op: str, inputs: dict, grad_out: torch.Tensor | None) -> list[torch.Tensor]:
     """Results of the op and, with a gradient to come in, its gradients."""
     leaves = {name: inputs[name].detach().requires_grad_() for name in DIFFERENTIABLE.get(op, ())}
+    if not leaves:
+        return results_of(op, getattr(ops, op), inputs)
     out = getattr(ops, op)(**{**inputs, **leaves})
-    return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), grad_out)] if leaves else [out]
+    return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), grad_out)]
 
 
 def two_inputs(op: str, dtype: torch.dtype) -> tuple[dict, dict, torch.Tensor | None]:
@@ -120,8 +171,9 @@ def two_inputs(op: str, dtype: torch.dtype) -> tuple[dict, dict, torch.Tensor | 
 
 def overwrite(inputs: dict, fresh: dict) -> None:
     for name, value in fresh.items():
-        if isinstance(value, torch.Tensor):
-            inputs[name].copy_(value)
+        for mine, new in zip(*(x if isinstance(x, list) else [x] for x in (inputs[name], value))):
+            if isinstance(new, torch.Tensor):
+                mine.copy_(new)
 
 
 def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
@@ -186,6 +238,35 @@ def test_graph_of_the_layer(branches):
         graph.replay()
         for found, expected in zip(result, step(), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_graph_of_a_decoding_step(dtype):
+    """Captured for four sequences and replayed for fewer: what stands at the others is poison, and their state stays."""
+    layer, generator = decoding_layer(dtype), torch.Generator().manual_seed(0)
+    hidden = torch.randn(12, 4, 1, 2, 40, generator=generator).to("cuda", dtype)
+    ids = torch.randint(50, (12, 4, 1), generator=generator).cuda()
+    state, fresh = layer.init_state(4), layer.init_state(4)
+    inputs = dict(hidden=hidden[0].clone(), token_ids=ids[0].clone(), lengths=torch.ones(4, dtype=torch.int64).cuda())
+    graph, out = captured(lambda: layer(**inputs, state=state))
+    for ring in state.rings.values():
+        for tensor in ring.tensors.values():
+            tensor.zero_()
+    for step, live in enumerate((4, 4, 3, 1, 2, 0, 4, 1, 1, 3, 4, 2)):
+        poisoned = {"hidden": hidden[step].clone(), "token_ids": ids[step].clone(),
+                    "lengths": (torch.arange(4) < live).long().cuda()}
+        poisoned["hidden"][live:] = torch.nan
+        poisoned["token_ids"][live:] = torch.iinfo(torch.int64).min
+        overwrite(inputs, poisoned)
+        graph.replay()
+        alone = EngramState.from_state_dict({name: ring | dict(tensors={n: x[:live] for n, x in ring["tensors"].items()})
+                                             for name, ring in fresh.state_dict().items()})
+        if live:
+            assert torch.equal(out[:live], layer(hidden[step, :live], ids[step, :live], state=alone))
+        assert not out[live:].any()
+        for name, ring in fresh.rings.items():      # `alone` shares its memory
+            assert all(torch.equal(x, state.rings[name].tensors[n]) for n, x in ring.tensors.items())
 
 
 @needs_gpu

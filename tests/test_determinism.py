@@ -7,6 +7,7 @@ from samples import DEVICES, DIFFERENTIABLE, Sample, named, results_of
 LARGE = {
     "ngram_hash": named("ngram_hash", "long")[0].at(batch=3, tokens=5000),
     "embedding": named("embedding", "repeats")[0].at(shape=(4, 3000), table_rows=50, width=24),
+    "decode": named("decode", "wraps")[0].at(batch=8, tokens=60, width=150, row_width=40),
     "embedding_fp8": named("embedding_fp8", "many")[0].at(shape=(4, 3000)),
     "embedding_int8": named("embedding_int8", "many")[0].at(shape=(4, 3000)),
     "row_plan": named("row_plan", "many")[0],

@@ -34,7 +34,7 @@ def train(texts: Path, out: Path, *options: object, ranks: int = 0) -> dict:
     command = [sys.executable, *launcher, "-m", "engram", "train", "--text", texts, "--out", out, *SMALL, "--json", *options]
     run = subprocess.run(list(map(str, command)), env=ENVIRONMENT, capture_output=True, text=True, timeout=150)
     assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    return json.loads(run.stdout)
 
 
 def by_hand(texts: Path, out: Path, *options: list) -> list[subprocess.Popen]:

@@ -255,10 +255,12 @@ def test_assisted(kind, dtype):
     """A draft model without Engram, one with, and prompt lookup: the tokens and the logits of greedy decoding."""
     model, ids = with_engram(kind, dtype), prompts(1, 12)
     ids[0, 6:] = ids[0, :6]
-    greedy = generate(model, ids, count=14).sequences
+    endless = dict(min_new_tokens=None, eos_token_id=VOCAB + 1)  # older versions know no minimum here
+    greedy = generate(model, ids, count=14, **endless).sequences
     drafts = [plain(kind, dtype, layers=1), copy.deepcopy(model)]
     for how in [*(dict(assistant_model=draft) for draft in drafts), dict(prompt_lookup_num_tokens=3)]:
-        assert torch.equal(generate_and_compare(model, ids, dtype=dtype, count=14, **how), greedy)
+        out = generate_and_compare(model, ids, dtype=dtype, count=14, **endless, **how)
+        assert torch.equal(out, greedy)
 
 
 @ALL
@@ -282,7 +284,8 @@ def test_caches_do_not_see_each_other(kind):
         near(torch.cat(part, 1), logits(model, text))
     # A new cache is a new sequence; one that was reset as well, also of another batch size.
     caches[0].reset()
-    near(logits(model, texts[0][:1], caches[0]), logits(model, texts[0][:1]))
+    if caches[0].get_seq_length() == 0:  # before 5.x a dynamic cache keeps its length, with zeros for keys
+        near(logits(model, texts[0][:1], caches[0]), logits(model, texts[0][:1]))
     near(logits(model, texts[0], DynamicCache()), logits(model, texts[0]))
 
 
@@ -421,6 +424,8 @@ def test_autocast():
         cache = DynamicCache()
         parts = [logits(model, ids[:, a:b], cache) for a, b in ((0, 4), (4, 5), (5, 9))]
         torch.testing.assert_close(torch.cat(parts, 1), logits(model, ids), rtol=0.05, atol=0.05)
+        double = with_engram()  # which autocast leaves alone
+        near(logits(double, ids, DynamicCache()), logits(double, ids))
 
 
 def test_train_mode():
@@ -439,7 +444,9 @@ def test_train_mode():
 
 
 def trainer(model, folder, **changes):
-    pytest.importorskip("accelerate")
+    # accelerate and transformers keep the precision of the last one in the process.
+    pytest.importorskip("accelerate").state.AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     optimizer = changes.pop("optimizer", None)
     numbers = dict(
         max_steps=4, per_device_train_batch_size=4, gradient_accumulation_steps=2, save_steps=2, logging_steps=1,

@@ -105,7 +105,8 @@ def test_ops_import_torch_and_each_other(path):
 
 
 def test_the_reference_imports_torch_alone():
-    assert {module.split(".")[0] for module in imported_modules(ROOT / "engram" / "reference.py")} == {"torch"}
+    modules = imported_modules(ROOT / "engram" / "reference.py")
+    assert {module.split(".")[0] for module in modules} == {"torch", "typing"}
 
 
 @pytest.mark.parametrize("stem", ["config", "tables", "vocab"])

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from test_cli import call, texts, train  # noqa: F401  (a fixture)
+from test_cli import call, call_json, texts, train  # noqa: F401  (a fixture)
 
 from engram import EngramConfig, TokenMap, nn
 from engram.statistics import hash_statistics
@@ -17,9 +17,9 @@ HASH_PLOTS = ["bucket-load.png", "row-use.png", "unique-fraction.png"]
 
 
 def inspect_json(capsys, *arguments):
-    status, lines, error = call(capsys, "inspect", *arguments, "--json")
-    assert status == 0, error
-    return json.loads(lines[-1]), "\n".join(lines[:-1])
+    status, record, lines = call_json(capsys, "inspect", *arguments)
+    assert status == 0, lines
+    return record, "\n".join(lines)
 
 
 @pytest.fixture

@@ -286,9 +286,9 @@ def test_state_dict_of_another_dtype_is_refused(format, name, wrong):
 
 
 @pytest.mark.parametrize("call, message", [
-    (lambda: module(sizes=()), "needs sizes >= 1 and dim >= 1"),
-    (lambda: module(sizes=(3, 0)), "needs sizes >= 1 and dim >= 1"),
-    (lambda: module(dim=0), "needs sizes >= 1 and dim >= 1"),
+    (lambda: module(sizes=()), "needs sizes, dim and row_multiple >= 1"),
+    (lambda: module(sizes=(3, 0)), "needs sizes, dim and row_multiple >= 1"),
+    (lambda: module(dim=0), "needs sizes, dim and row_multiple >= 1"),
     (lambda: module("fp4"), "format must be 'fp8' or 'int8', got 'fp4'"),
     (lambda: module(out_dtype=torch.int8), "out_dtype must be float64, float32, bfloat16 or float16, got torch.int8"),
     (lambda: module()(torch.zeros(2, 4, dtype=torch.int64)), "rows must be \\[..., 3\\]"),

@@ -9,6 +9,7 @@ from torch.library import opcheck
 CHECKED = {
     "ngram_hash": ("plain", "everything", "int32", "transposed", "no_tokens"),
     "embedding": ("plain", "mask", "shard_int32_mask", "transposed", "no_tokens"),
+    "decode": ("plain", "eos_everything", "mixed", "no_tokens"),
     "embedding_fp8": ("plain", "mask", "shard_int32_mask", "transposed", "no_tokens"),
     "embedding_int8": ("plain", "mask", "shard_int32_mask", "transposed", "no_tokens"),
     "row_plan": ("plain", "shard_int32_mask", "one_chunk", "transposed", "no_tokens"),
@@ -23,6 +24,7 @@ BACKWARD_CASES = [(op, sample) for op, sample in CASES if op in DIFFERENTIABLE]
 # Two sizes of the same case; a graph made with dynamic shapes at the first must serve the second. No other dimension is
 # of the first sizes: torch takes dimensions that are equal at the first call for one and the same.
 SIZES = {
+    "decode": (dict(batch=6, tokens=11), dict(batch=3, tokens=21)),
     "ngram_hash": (dict(batch=6, tokens=9), dict(batch=3, tokens=21)),
     "embedding": (dict(shape=(6, 9)), dict(shape=(3, 21))),
     "embedding_fp8": (dict(shape=(6, 9)), dict(shape=(3, 21))),
@@ -35,7 +37,7 @@ SIZES = {
     "gate_conv": (dict(batch=6, tokens=9), dict(batch=3, tokens=21)),
 }
 GROWING = {
-    "ngram_hash": "everything", "embedding": "mask", "embedding_fp8": "mask", "embedding_int8": "mask",
+    "decode": "documents", "ngram_hash": "everything", "embedding": "mask", "embedding_fp8": "mask", "embedding_int8": "mask",
     "row_plan": "mask", "row_sum": "mask",
     "row_update": "adam", "gate": "mask_residual", "short_conv": "documents",
     "gate_conv": "mask_residual",
@@ -47,7 +49,7 @@ def at_both_sizes(op: str, device: str) -> list[dict]:
 
 
 def tensors(inputs: dict) -> dict:
-    return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    return {name: value for name, value in inputs.items() if isinstance(value, (torch.Tensor, list))}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -139,14 +141,18 @@ def test_compile_with_inductor(device):
 @pytest.mark.parametrize("op", SIZES)
 def test_export(op, device):
     small, large = at_both_sizes(op, device)
-    constants = {name: value for name, value in small.items() if not isinstance(value, torch.Tensor)}
+    constants = {name: value for name, value in small.items() if name not in tensors(small)}
 
     class Module(torch.nn.Module):
         def forward(self, inputs):
             return results_of(op, getattr(ops, op), inputs | constants)
 
-    grows = {name: {i: torch.export.Dim.DYNAMIC for i, size in enumerate(value.shape) if size != large[name].shape[i]}
-             for name, value in tensors(small).items()}
+    def growing(value, other):
+        if isinstance(value, list):
+            return [growing(*pair) for pair in zip(value, other, strict=True)]
+        return {i: torch.export.Dim.DYNAMIC for i, size in enumerate(value.shape) if size != other.shape[i]}
+
+    grows = {name: growing(value, large[name]) for name, value in tensors(small).items()}
     program = torch.export.export(Module(), (tensors(small),), dynamic_shapes=(grows,))
     calls = [node.target for node in program.graph.nodes if node.op == "call_function"]
     assert getattr(torch.ops.engram, op).default in calls

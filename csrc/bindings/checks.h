@@ -2,7 +2,9 @@
 // argument, what was expected and what came; std::invalid_argument reaches Python as ValueError, std::out_of_range as
 // IndexError (STD_TORCH_CHECK would be a RuntimeError with a source path in it).
 #pragma once
+#include <algorithm>
 #include <array>
+#include <initializer_list>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -89,9 +91,12 @@ inline int64_t product(const Sizes& sizes) {
   return n;
 }
 
-inline void require_sizes(const char* op, const char* argument, const Tensor& t, const Sizes& sizes,
-                          const char* letters) {
-  if (sizes_of(t) != sizes) fail(op, argument, std::string(letters) + " = " + list(sizes), list(t.sizes()));
+// Sizes: a vector, or a list in braces, which costs no allocation.
+template <typename Range = std::initializer_list<int64_t>>
+void require_sizes(const char* op, const char* argument, const Tensor& t, const Range& sizes, const char* letters) {
+  const auto own = t.sizes();
+  if (!std::equal(own.begin(), own.end(), sizes.begin(), sizes.end()))
+    fail(op, argument, std::string(letters) + " = " + list(sizes), list(own));
 }
 
 inline bool is_float(ScalarType t) {

@@ -59,4 +59,12 @@ STABLE_TORCH_LIBRARY(ENGRAM_LIBRARY, m) {
       "bool residual=False, Tensor? past_value=None, Tensor? past_stats=None) -> "
       "(Tensor grad_hidden, Tensor grad_key, Tensor grad_value, Tensor grad_hidden_weight, Tensor grad_key_weight, "
       "Tensor grad_conv_weight, Tensor grad_conv_norm_weight)");
+
+  m.def(
+      "decode(Tensor hidden, Tensor token_ids, Tensor multipliers, Tensor moduli, Tensor offsets, Tensor table, "
+      "Tensor key_proj, Tensor? key_bias, Tensor value_proj, Tensor? value_bias, Tensor? hidden_weight, "
+      "Tensor? key_weight, Tensor conv_weight, Tensor? conv_norm_weight, Tensor(a!)[] history, Tensor(b!)[] conv, "
+      "int pad_id, int max_rollback, float eps, float conv_eps, int dilation, str zero_rule=\"sign\", "
+      "int? eos_id=None, bool mask_blocks_hash=True, bool conv_reset=True, Tensor? token_map=None, "
+      "Tensor? document_ids=None, Tensor? mask=None, Tensor? lengths=None, bool residual=False) -> Tensor");
 }

@@ -2,15 +2,13 @@
 `bench`."""
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import engram
 from engram.cli import bench, check, inspect, plan, report, train
-from engram.cli.errors import UsageError
+from engram.cli.answer import Answer, Parser, answer
 
 DESCRIPTION = """\
 The Engram layer for PyTorch. Without a command: print what this installation is, check every operator on every device
@@ -24,35 +22,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv or argv[0].startswith("-") and argv[0] not in ("-h", "--help", "--version"):
         argv = ["all", *argv]
-    try:
-        if argv[0] == "bench":  # its options belong to the source tree
-            return bench.main(argv[1:])
-        options = build_parser().parse_args(argv)
-        status, record = options.run(options)
-        if options.json:
-            print(json.dumps(record), flush=True)
-        return status
-    except UsageError as error:
-        print(f"engram: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("engram: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of a pipe has gone (`engram report | head -1`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    if argv[0] == "bench":  # its options belong to the source tree
+        return bench.main(argv[1:])
+    return answer("engram", lambda: run(argv), as_json="--json" in argv)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="engram", description=DESCRIPTION)
+def run(argv: Sequence[str]) -> Answer:
+    """Exit status and record of a command. Raises UsageError for what the user can put right."""
+    options = build_parser().parse_args(argv)
+    done: Answer = options.run(options)
+    return done
+
+
+def build_parser() -> Parser:
+    # Whole names only: --json is looked for before anything is parsed.
+    parser = Parser(prog="engram", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"engram {engram.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--json", action="store_true", help="print the results once more, as one last line of JSON")
+    shared = Parser(add_help=False)
+    shared.add_argument("--json", action="store_true",
+                        help="print one JSON object and nothing else; what else there is to say goes to stderr")
 
-    def add(name: str, run: Callable, help: str, *add_options: Callable, description: str = "", **options: Any) -> None:
+    def add(
+        name: str, run: Callable[[argparse.Namespace], Answer], help: str,
+        *add_options: Callable[[argparse.ArgumentParser], None], description: str = "", **options: Any,
+    ) -> None:
         command = commands.add_parser(
-            name, help=help, description=description or help, parents=[shared],
+            name, help=help, description=description or help, parents=[shared], allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter, **options,
         )
         for function in add_options:
@@ -74,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run_all(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+def run_all(options: argparse.Namespace) -> Answer:
     """Report, check and train; a failed check ends it."""
     _, build = report.run(options)
     print()

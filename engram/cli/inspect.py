@@ -91,8 +91,8 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     hashed, gates = hash_of(subject, token_ids, document_ids), None
     print(f"\n{hashed}\n")
     print_orders(hashed)
-    if subject.model is not None:
-        gates = gates_of(subject, token_ids, document_ids)
+    if subject.model is not None and subject.settings is not None:
+        gates = gates_of(subject.model, subject.settings, token_ids, document_ids)
         print(f"\n{gates}")
     else:
         print("\ngates: none, a configuration has no weights; give a checkpoint of `engram train`")
@@ -162,7 +162,10 @@ def load_checkpoint(path: Path) -> Subject:
 
     model, token_map, settings = load_model(path)
     fingerprint = read_metadata(path)["token_map"]
-    return Subject(str(path), model.config.engram, token_map, model.eval(), settings, path.parent, fingerprint)
+    config = model.config.engram
+    if config is None:
+        raise UsageError(f"{path} has no Engram layers")
+    return Subject(str(path), config, token_map, model.eval(), settings, path.parent, fingerprint)
 
 
 def tokenise(subject: Subject, options: argparse.Namespace) -> tuple[Tensor, Tensor, str]:
@@ -194,7 +197,7 @@ def tokenise(subject: Subject, options: argparse.Namespace) -> tuple[Tensor, Ten
         subject.config = replace(config, compressed_vocab_size=None)
     else:
         try:
-            subject.token_map = TokenMap.from_tokenizer(tokenizer, vocab_size=config.vocab_size)
+            subject.token_map = TokenMap.from_tokenizer(tokenizer, vocab_size=config.vocab_size, progress=True)
         except ValueError as error:
             raise UsageError(error) from None
         if trained:  # stands in for the model's own: the hash constants are drawn for its size
@@ -238,7 +241,7 @@ def hash_of(subject: Subject, token_ids: Tensor, document_ids: Tensor) -> HashSt
         if subject.model is None:
             hashes = [engram.nn.NgramHash(subject.config, subject.token_map)]
         else:
-            hashes = [layer.hash for layer in subject.model.engrams.values()]
+            hashes = [layer.hash for layer in subject.model.engrams.values() if isinstance(layer, engram.nn.Engram)]
         found = [hash_statistics(hash, token_ids, document_ids=document_ids).orders for hash in hashes]
     except ValueError as error:  # a token map of another size than the configuration's
         raise UsageError(error) from None
@@ -246,9 +249,10 @@ def hash_of(subject: Subject, token_ids: Tensor, document_ids: Tensor) -> HashSt
 
 
 @torch.no_grad()
-def gates_of(subject: Subject, token_ids: Tensor, document_ids: Tensor) -> GateRecord:
+def gates_of(
+    model: "LanguageModel", settings: "TrainConfig", token_ids: Tensor, document_ids: Tensor
+) -> GateRecord:
     """The model's gates on the text, in windows of the length it was trained on; the last tokens may be left over."""
-    model, settings = subject.model, subject.settings
     length = min(settings.length, token_ids.shape[1])
     whole = token_ids.shape[1] // length * length
     windows = [ids[0, :whole].view(-1, length) for ids in (token_ids, document_ids)]
@@ -275,7 +279,7 @@ def plot(hashed: HashStatistics, gates: GateRecord | None, out: Path) -> list[Pa
     layers = sorted({usage.layer_id for usage in hashed.orders}, key=[u.layer_id for u in hashed.orders].index)
     colors = {order: f"C{i}" for i, order in enumerate(sorted({usage.order for usage in hashed.orders}))}
 
-    def figure(columns: int, **labels: str) -> tuple[Figure, list]:
+    def figure(columns: int, **labels: Any) -> tuple[Figure, list[Any]]:
         drawn = Figure(figsize=(1 + 4.5 * columns, 4), dpi=120, layout="constrained")
         axes = drawn.subplots(1, columns, squeeze=False, sharey=True)[0]
         for axis in axes:
@@ -314,11 +318,11 @@ def plot(hashed: HashStatistics, gates: GateRecord | None, out: Path) -> list[Pa
 
     if gates is not None and gates.layers:
         drawn["gates"], axes = figure(len(gates.layers), xlabel="gate", ylabel="share of tokens")
-        for axis, (name, layer) in zip(axes, gates.layers.items()):
-            bins = layer.histogram.shape[1]
-            for branch, counts in enumerate(layer.histogram.tolist()):
+        for axis, (name, seen) in zip(axes, gates.layers.items()):
+            bins = seen.histogram.shape[1]
+            for branch, counts in enumerate(seen.histogram.tolist()):
                 axis.stairs([count / max(1, sum(counts)) for count in counts], [i / bins for i in range(bins + 1)],
-                            label=f"branch {branch}, mean {layer.mean[branch]:.2f}")
+                            label=f"branch {branch}, mean {seen.mean[branch]:.2f}")
             axis.set_title(name)
             axis.legend()
     return [save(drawing, out / f"{name}.png") for name, drawing in drawn.items()]

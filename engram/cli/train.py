@@ -107,7 +107,6 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
     try:
         with ranks(options.device) as peers:
-            options.json = options.json and (peers is None or peers.rank == 0)
             return train(options, peers)
     except (CorpusError, CheckpointError) as error:
         raise UsageError(error) from None
@@ -222,7 +221,7 @@ def train(options: argparse.Namespace, peers: "Peers | None" = None) -> tuple[in
         if first_rank:
             plot(comparison.history, options.out / PLOT)
 
-    record = {
+    record: dict[str, Any] = {
         "step": comparison.step,
         "steps": config.steps,
         "held_out": None,
@@ -376,7 +375,7 @@ class Signals:
         self.caught = signal.Signals(number)
 
 
-def plot(history: dict[str, list], path: Path) -> None:
+def plot(history: dict[str, list[list[float]]], path: Path) -> None:
     """Draw the losses: training thin, held-out with dots. The PNG at `path` is replaced in one go."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

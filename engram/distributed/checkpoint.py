@@ -14,16 +14,18 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from engram.distributed.embedding import ShardedMultiHeadEmbedding
 from engram.distributed.peers import Peers
@@ -31,12 +33,14 @@ from engram.distributed.peers import Peers
 LATEST, CHECKSUMS = "latest", "checksums.json"
 BLOCK = 16 << 20
 
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint that is not there, damaged, or does not fit. Raised on every rank."""
 
 
-def shard_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+def shard_optimizer_state(optimizer: Optimizer, model: nn.Module) -> Optimizer:
     """Let `optimizer.state_dict()` give the state of sharded tables as DTensors, as `model.state_dict()` gives the
     tables, and `load_state_dict()` take them: state is saved, loaded and resharded with its rows.
 
@@ -52,7 +56,9 @@ def shard_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
     """
     tables = {id(m.weight): m for m in model.modules() if isinstance(m, ShardedMultiHeadEmbedding)}
 
-    def convert(state_dict: dict[str, Any], entry) -> dict[str, Any]:
+    def convert(
+        state_dict: dict[str, Any], entry: Callable[[ShardedMultiHeadEmbedding, Tensor, str], Tensor]
+    ) -> dict[str, Any]:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         state = dict(state_dict["state"])
@@ -77,7 +83,7 @@ def _of_rows(name: str, value: Any) -> bool:
 
 
 def save_checkpoint(
-    state_dict: dict[str, Any], folder: str | os.PathLike, step: int, group: dist.ProcessGroup | None = None
+    state_dict: dict[str, Any], folder: str | os.PathLike[str], step: int, group: dist.ProcessGroup | None = None
 ) -> None:
     """Write a checkpoint, all ranks together; the one before stays whole until this one is.
 
@@ -101,7 +107,7 @@ def save_checkpoint(
             folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(part, ignore_errors=True)
     try:
-        dcp.save(state_dict, storage_writer=dcp.FileSystemWriter(part, sync_files=True), process_group=peers.group)
+        save(state_dict, storage_writer=FileSystemWriter(part, sync_files=True), process_group=peers.group)
     except CheckpointException as error:
         raise CheckpointError(f"cannot write {part}: {_reasons(error)}") from error
     sums: dict[str, Any] = {}
@@ -129,7 +135,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    state_dict: dict[str, Any], folder: str | os.PathLike, group: dist.ProcessGroup | None = None
+    state_dict: dict[str, Any], folder: str | os.PathLike[str], group: dist.ProcessGroup | None = None
 ) -> int:
     """Read the latest checkpoint into the tensors of `state_dict`, in place, at any world size.
 
@@ -157,7 +163,7 @@ def load_checkpoint(
     with _together(peers):
         _verify(whole, peers)
     try:
-        dcp.load(state_dict, storage_reader=dcp.FileSystemReader(whole), process_group=peers.group)
+        load(state_dict, storage_reader=FileSystemReader(whole), process_group=peers.group)
     except CheckpointException as error:
         raise CheckpointError(f"cannot read {whole}: {_reasons(error)}") from error
     return step

@@ -12,6 +12,7 @@ from engram.distributed.exchange import Lookup, Route
 from engram.distributed.peers import Peers
 from engram.distributed.table import ShardedTable
 from engram.nn import MultiHeadEmbedding, empty_weight
+from engram.progress import Progress
 from engram.storage import fill_normal_pieces_
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -95,15 +96,20 @@ class ShardedMultiHeadEmbedding(ShardedTable, MultiHeadEmbedding):
         return ops.embedding(self.weight, ids[:, None], row_begin=0)[:, 0]
 
     def _read(self, route: Route, fetched: Tensor) -> Tensor:
-        return Lookup.apply(self.weight, fetched, route, self.peers, self.sparse, self.gradient_scale)
+        out: Tensor = Lookup.apply(  # type: ignore[no-untyped-call]  # torch's
+            self.weight, fetched, route, self.peers, self.sparse, self.gradient_scale)
+        return out
 
-    def load_full_weight(self, source: Tensor | str | os.PathLike, name: str | None = None) -> None:
+    def load_full_weight(
+        self, source: Tensor | str | os.PathLike[str], name: str | None = None, *, progress: Progress = False
+    ) -> None:
         """Copy the own rows out of a whole table. No rank ever holds more than its shard and 64 MiB.
 
         Args:
             source: [R, d], float64, float32, bfloat16 or float16, on any device, or where safetensors files have it: a
                 file, or the index or folder of several.
             name: of the tensor in the files; None: the only one of shape [R, d].
+            progress: see `engram.progress`; counts the own rows.
 
         Raises:
             FileNotFoundError: no such file.
@@ -113,8 +119,8 @@ class ShardedMultiHeadEmbedding(ShardedTable, MultiHeadEmbedding):
         op = "load_full_weight"
         self._refuse_meta(op)
         if not isinstance(source, Tensor):
-            source = self._stored(op, source, "weight", FLOATS, name)
-        elif list(source.shape) != self._whole_shape("weight") or source.dtype not in FLOATS:
+            return self._copy_rows([self._stored(op, source, "weight", FLOATS, name)], progress)
+        if list(source.shape) != self._whole_shape("weight") or source.dtype not in FLOATS:
             raise ValueError(f"{self.NAME}.{op}: source must be {self._whole_shape('weight')}, float64, float32, "
                              f"bfloat16 or float16, got {describe(source)}")
-        self._copy_rows("weight", source)
+        self._copy_rows([source], progress)

@@ -14,7 +14,7 @@ rank's documents, masks and histories there as well.
 import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -120,7 +120,7 @@ class Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, weight: Tensor, fetched: Tensor, route: Route, peers: Peers, sparse: bool, scale: float
+        ctx: Any, weight: Tensor, fetched: Tensor, route: Route, peers: Peers, sparse: bool, scale: float
     ) -> Tensor:
         ctx.route, ctx.peers, ctx.sparse, ctx.scale = route, peers, sparse, scale
         ctx.shape, ctx.dtype = weight.shape, weight.dtype
@@ -128,7 +128,7 @@ class Lookup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # Senders come in rank order, so the sum over them has one order.
         values = ctx.route.collect(ctx.peers, grad)
         plan = ops.row_plan(ctx.route.ids[:, None], ctx.shape[0], row_begin=0)
@@ -161,7 +161,8 @@ def _once(
     """int64 tensors of a layout on a device, copied there once."""
     if (what, device) not in layout.cache:
         layout.cache[what, device] = [torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in make()]
-    return layout.cache[what, device]
+    kept: list[Tensor] = layout.cache[what, device]
+    return kept
 
 
 def _id_dtype(layout: Layout) -> torch.dtype:

@@ -90,7 +90,7 @@ class Layout:
         else:
             bounds = [*self.head_begins[:-1], self.rows]
             ranges = [[(bounds[head], bounds[head + 1]) for head in heads] for heads in self.heads]
-        pieces = []
+        pieces: list[Piece] = []
         for rank, own in enumerate(ranges):
             local = 0
             for begin, end in own:

@@ -1,7 +1,7 @@
 """Sharded tables in a model: swapping them in, clipping, and starting lookups before the model gets to them."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,16 +19,18 @@ from engram.nn import Engram, MultiHeadEmbedding, QuantizedMultiHeadEmbedding, e
 
 _TABLES = (MultiHeadEmbedding, QuantizedMultiHeadEmbedding)
 
+Model = TypeVar("Model", bound=nn.Module)
+
 
 def shard_tables(
-    model: nn.Module,
+    model: Model,
     group: dist.ProcessGroup | None = None,
     *,
     sharding: str = "rows",
     equal_tokens: bool = False,
     gradient_scale: float = 1.0,
     prefetch_group: dist.ProcessGroup | None = None,
-) -> nn.Module:
+) -> Model:
     """Replace every `nn.MultiHeadEmbedding` and `nn.QuantizedMultiHeadEmbedding` of a model, those of `nn.Engram` above
     all, by a sharded one, in place.
 
@@ -128,13 +130,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         norm = optim.total_norm(table.weight, norm_type)
         norms += table.peers.gather(norm.double().to(table.weight.device))
     device = norms[-1].device
-    norm = torch.linalg.vector_norm(torch.stack([norm.double().to(device) for norm in norms]), norm_type)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.double().to(device) for norm in norms]), norm_type)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for param in model.parameters():
         if param.grad is not None:
             values = param.grad._values() if param.grad.layout == torch.sparse_coo else param.grad
             values.mul_(factor.to(values.device, values.dtype))
-    return norm.float()
+    return total.float()
 
 
 def prefetch(

@@ -30,22 +30,23 @@ class Peers:
     def __init__(
         self, group: dist.ProcessGroup | None = None, prefetch_group: dist.ProcessGroup | None = None
     ) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if world is None:
             raise RuntimeError("engram.distributed needs torch.distributed: call init_process_group first")
-        self.group = dist.group.WORLD if group is None else group
+        self.group = world if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("engram.distributed: this rank must be in the group")
         self._sent = 0
         self._side = None if prefetch_group is None else Peers(prefetch_group)
-        if prefetch_group is not None and (prefetch_group is self.group or self._ranks() != self._side._ranks()):
+        if self._side is not None and (prefetch_group is self.group or self._ranks() != self._side._ranks()):
             raise ValueError("engram.distributed: prefetch_group must be another group of the same ranks, got "
                              f"{self._side._ranks()} for {self._ranks()}")
 
-    def __deepcopy__(self, memo: dict) -> "Peers":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Peers":
         return self
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         raise TypeError("engram.distributed: a sharded table belongs to a process group, so it cannot be pickled; save "
                         "its state_dict() with torch.distributed.checkpoint")
 
@@ -91,8 +92,8 @@ class Peers:
 
     def refuse(self, device: torch.device) -> None:
         """Take part in the `exchange_counts` of the others, to say that there is nothing to exchange."""
-        device = self.device_type() if device.type == "meta" else device
-        self.exchange_counts(torch.full((self.size,), _REFUSED, dtype=torch.int64, device=device))
+        where = self.device_type() if device.type == "meta" else device
+        self.exchange_counts(torch.full((self.size,), _REFUSED, dtype=torch.int64, device=where))
 
     def check_refusals(self, counts: Sequence[int]) -> None:
         """Raise RuntimeError where one of the ranks has refused."""
@@ -108,7 +109,7 @@ class Peers:
 
     def agree(self, op: str, **values: Any) -> None:
         """Raise ValueError, on every rank alike, unless all have the same values: before anything could hang."""
-        everybody = [None] * self.size
+        everybody: list[Any] = [None] * self.size
         dist.all_gather_object(everybody, values, group=self.group)
         for name in values:
             found = [other.get(name, "nothing") for other in everybody]
@@ -142,14 +143,13 @@ class Peers:
 
         if device.type != "cuda":
             return Ahead(lane.worker.submit(run), device)
-        if lane.stream is None:
-            lane.stream = torch.cuda.Stream(device)
+        stream = lane.stream = lane.stream or torch.cuda.Stream(device)
         ready = torch.cuda.current_stream(device).record_event()
 
         def on_stream() -> tuple[Any, torch.cuda.Event]:
-            with torch.cuda.device(device), torch.cuda.stream(lane.stream):
-                lane.stream.wait_event(ready)
-                return run()[0], lane.stream.record_event()
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                return run()[0], stream.record_event()
 
         return Ahead(lane.worker.submit(on_stream), device)
 
@@ -157,7 +157,7 @@ class Peers:
 class Ahead:
     """What runs ahead, or is done."""
 
-    def __init__(self, future: Future, device: torch.device) -> None:
+    def __init__(self, future: Future[Any], device: torch.device) -> None:
         self._future, self._device = future, device
 
     def result(self) -> Any:

@@ -12,6 +12,7 @@ from engram.distributed.exchange import Route
 from engram.distributed.peers import Peers
 from engram.distributed.table import ShardedTable
 from engram.nn import QuantizedMultiHeadEmbedding
+from engram.progress import Progress, reporting
 
 
 class ShardedQuantizedMultiHeadEmbedding(ShardedTable, QuantizedMultiHeadEmbedding):
@@ -85,7 +86,8 @@ class ShardedQuantizedMultiHeadEmbedding(ShardedTable, QuantizedMultiHeadEmbeddi
         return self._look_up(values.view(self.values.dtype), scales, route.index, row_begin=0)
 
     def load_full_table(
-        self, source: tuple[Tensor, Tensor] | str | os.PathLike, names: tuple[str, str] | None = None
+        self, source: tuple[Tensor, Tensor] | str | os.PathLike[str], names: tuple[str, str] | None = None, *,
+        progress: Progress = False,
     ) -> None:
         """Copy the own rows out of a whole quantised table. No rank ever holds more than its shard and 64 MiB.
 
@@ -93,6 +95,7 @@ class ShardedQuantizedMultiHeadEmbedding(ShardedTable, QuantizedMultiHeadEmbeddi
             source: values and scales as `nn.QuantizedMultiHeadEmbedding` of this format has them, on any device, or
                 where safetensors files have them: a file, or the index or folder of several.
             names: of values and scales in the files; None: the only ones of these shapes and dtypes.
+            progress: see `engram.progress`; counts the own rows.
 
         Raises:
             FileNotFoundError: no such file.
@@ -103,26 +106,29 @@ class ShardedQuantizedMultiHeadEmbedding(ShardedTable, QuantizedMultiHeadEmbeddi
         op = "load_full_table"
         self._refuse_meta(op)
         if isinstance(source, (str, os.PathLike)):
-            source = [self._stored(op, source, tensor, (getattr(self, tensor).dtype,), name)
-                      for tensor, name in zip(self.TENSORS, names or (None, None))]
-        else:
-            for name, given in zip(self.TENSORS, source):
-                shape, dtype = self._whole_shape(name), getattr(self, name).dtype
-                if list(given.shape) != shape or given.dtype != dtype:
-                    raise ValueError(f"{self.NAME}.{op}: {name} must be {dtype} {shape}, got {describe(given)}")
+            return self._copy_rows([
+                self._stored(op, source, tensor, (getattr(self, tensor).dtype,), name)
+                for tensor, name in zip(self.TENSORS, names or (None, None))
+            ], progress)
         for name, given in zip(self.TENSORS, source):
-            self._copy_rows(name, given)
+            shape, dtype = self._whole_shape(name), getattr(self, name).dtype
+            if list(given.shape) != shape or given.dtype != dtype:
+                raise ValueError(f"{self.NAME}.{op}: {name} must be {dtype} {shape}, got {describe(given)}")
+        self._copy_rows(source, progress)
 
-    def load_float_rows(self, begin: int, rows: Tensor) -> None:
+    def load_float_rows(self, begin: int, rows: Tensor, *, progress: Progress = False) -> None:
         """Quantise float rows into those of rows [begin, begin + n) of the whole table that are here.
 
         Args and raises as `nn.QuantizedMultiHeadEmbedding.load_float_rows`; ranks need not call it together, nor with
         the same rows.
         """
-        end = self._check_float_rows(begin, rows, self.layout.rows)
-        for piece in self._pieces:
-            low, high = max(begin, piece.begin), min(end, piece.end)
-            if low < high:
-                own = slice(piece.local + low - piece.begin, piece.local + high - piece.begin)
-                out = self.values[own], self.scales[own]
-                quantize.quantize_table(rows[low - begin : high - begin], self.format, out=out)
+        end, done = self._check_float_rows(begin, rows, self.layout.rows), 0
+        parts = [(max(begin, p.begin), min(end, p.end), p.local - p.begin) for p in self._pieces]
+        total = sum(max(0, high - low) for low, high, _ in parts)
+        with reporting(progress, "quantising", " rows") as report:
+            for low, high, shift in parts:
+                if low < high:
+                    out = self.values[low + shift : high + shift], self.scales[low + shift : high + shift]
+                    quantize.quantize_table(rows[low - begin : high - begin], self.format, out=out,
+                                            progress=lambda some, _: report(done + some, total))
+                    done += high - low

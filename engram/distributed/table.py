@@ -1,8 +1,8 @@
 """What sharded tables have in common, whatever a row of theirs consists of."""
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from engram.checkpoint import DTYPES, Stored, find_tensors
 from engram.distributed.exchange import OwnedColumns, Route, UniqueRows
 from engram.distributed.layout import Layout, Piece
 from engram.distributed.peers import Ahead, Peers
+from engram.progress import Progress, reporting
 
 COPY_BYTES = 64 << 20  # of a full table at a time
 
@@ -27,7 +28,7 @@ class _Prefetched(NamedTuple):
     versions: list[int]  # of the table's tensors
     work: Ahead  # (Route, Tensor)
 
-    def __deepcopy__(self, memo: dict) -> None:
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a module has not prefetched anything."""
 
 
@@ -83,10 +84,11 @@ class ShardedTable(nn.Module):
 
     @property
     def _home(self) -> Tensor:
-        return getattr(self, self.TENSORS[0])
+        home: Tensor = getattr(self, self.TENSORS[0])
+        return home
 
     @property
-    def _pieces(self):
+    def _pieces(self) -> tuple[Piece, ...]:
         return self.layout.of_rank(self.peers.rank)
 
     @property
@@ -116,12 +118,13 @@ class ShardedTable(nn.Module):
                 another rank has refused its lookup.
             ValueError: a wrong shape, dtype or device.
         """
-        if self._prefetched is None:
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is None:
             with nullcontext() if self._sizes_known else self.peers.or_refuse(self._home.device):
                 self._check(rows, mask, plan)
             route, fetched = self._exchange(self.peers, rows, mask)
         else:
-            route, fetched = self._take_prefetched(rows, mask)
+            route, fetched = self._take(prefetched, rows, mask)
         return self._read(route, fetched)
 
     def prefetch(self, rows: Tensor, mask: Tensor | None = None) -> None:
@@ -154,8 +157,7 @@ class ShardedTable(nn.Module):
             prefetched, self._prefetched = self._prefetched, None
             prefetched.work.forget()
 
-    def _take_prefetched(self, rows: Tensor, mask: Tensor | None) -> tuple[Route, Tensor]:
-        prefetched, self._prefetched = self._prefetched, None
+    def _take(self, prefetched: _Prefetched, rows: Tensor, mask: Tensor | None) -> tuple[Route, Tensor]:
         route, fetched = prefetched.work.result()
         if self._versions() != prefetched.versions:
             raise RuntimeError(f"{self.NAME}: {' or '.join(self.TENSORS)} has changed since the lookup was prefetched; "
@@ -163,11 +165,13 @@ class ShardedTable(nn.Module):
         for name, wanted, given in (("rows", prefetched.rows, rows), ("mask", prefetched.mask, mask)):
             if wanted is given:
                 continue
-            same = wanted is not None and given is not None and wanted.shape == given.shape
-            if same and given.is_cuda:
-                torch._assert_async((wanted == given).all(), f"{self.NAME}: {name} differ from those prefetched")
-            elif not (same and torch.equal(wanted, given.to(wanted.dtype))):
-                raise RuntimeError(f"{self.NAME}: {name} must be what was prefetched, got another")
+            if wanted is not None and given is not None and wanted.shape == given.shape:
+                if given.is_cuda:
+                    torch._assert_async((wanted == given).all(), f"{self.NAME}: {name} differ from those prefetched")
+                    continue
+                if torch.equal(wanted, given.to(wanted.dtype)):
+                    continue
+            raise RuntimeError(f"{self.NAME}: {name} must be what was prefetched, got another")
         if fetched.is_cuda:  # made on the side stream, read on this one from now on, in the backward too
             for value in (fetched, *tree_leaves(vars(route))):
                 if isinstance(value, Tensor):
@@ -209,7 +213,7 @@ class ShardedTable(nn.Module):
         return [self.layout.rows, *getattr(self, name).shape[1:]]
 
     def _stored(
-        self, op: str, path: str | os.PathLike, tensor: str, dtypes: Sequence[torch.dtype], name: str | None
+        self, op: str, path: str | os.PathLike[str], tensor: str, dtypes: Sequence[torch.dtype], name: str | None
     ) -> Stored:
         """The whole table's `tensor` in files of the safetensors format: the one with that name, or the only one that
         fits."""
@@ -225,21 +229,21 @@ class ShardedTable(nn.Module):
         return fits[0]
 
     @torch.no_grad()
-    def _copy_rows(self, tensor: str, source: Tensor | Stored) -> None:
-        """The own rows of a whole table into `tensor`, a block at a time."""
-        own = getattr(self, tensor)
-        if isinstance(source, Tensor):
-            return self._copy_blocks(own, lambda begin, end: source[begin:end])
-        with open(source.file, "rb", buffering=0) as file:
-            self._copy_blocks(own, lambda begin, end: source.read({source.file: file}, begin, end))
-
-    def _copy_blocks(self, own: Tensor, read: Callable[[int, int], Tensor]) -> None:
-        block = max(1, COPY_BYTES // (8 * max(1, own[:1].numel())))
-        for piece in self._pieces:
-            for begin in range(piece.begin, piece.end, block):
-                end = min(begin + block, piece.end)
-                local = piece.local + begin - piece.begin
-                own[local : local + end - begin].copy_(read(begin, end))
+    def _copy_rows(self, sources: Sequence[Tensor | Stored], progress: Progress) -> None:
+        """The own rows of a whole table, one source for each of `TENSORS`, a block at a time."""
+        block, total = max(1, COPY_BYTES // (8 * self.dim)), len(self._home)
+        with ExitStack() as stack:
+            report = stack.enter_context(reporting(progress, "loading", " rows"))
+            files = {source.file for source in sources if not isinstance(source, Tensor)}
+            handles = {file: stack.enter_context(open(file, "rb", buffering=0)) for file in files}
+            for piece in self._pieces:
+                for begin in range(piece.begin, piece.end, block):
+                    end = min(begin + block, piece.end)
+                    local = slice(piece.local + begin - piece.begin, piece.local + end - piece.begin)
+                    for name, source in zip(self.TENSORS, sources):
+                        rows = source[begin:end] if isinstance(source, Tensor) else source.read(handles, begin, end)
+                        getattr(self, name)[local].copy_(rows)
+                    report(local.stop, total)
 
     # ------------------------------------------------------------------------------------------------- state dicts
 
@@ -273,23 +277,27 @@ class ShardedTable(nn.Module):
             ]:
                 raise ValueError(f"{self.NAME}: {what} is cut up for other ranks; load it with "
                                  "torch.distributed.checkpoint")
-            parts = shards.local_shards()
+            parts: list[Tensor] = shards.local_shards()
         else:
             parts = [tensor[p.begin : p.end] for p in self._pieces]
         if len(parts) <= 1:
             return parts[0] if parts else tensor[:0]
-        for own in (getattr(self, name) for name in self.TENSORS):  # a state dict of this very module: nothing to copy
-            mine = [own[p.local :] for p in self._pieces]
-            if own.dtype == parts[0].dtype and [part.data_ptr() for part in parts] == [part.data_ptr() for part in mine]:
+        for name in self.TENSORS:  # a state dict of this very module: nothing to put together
+            own: Tensor = getattr(self, name)
+            places = [own[p.local :].data_ptr() for p in self._pieces]
+            if own.dtype == parts[0].dtype and [part.data_ptr() for part in parts] == places:
                 return own.detach()
         return torch.cat(parts)
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self.TENSORS:
             destination[prefix + name] = self.distributed_view(getattr(self, name).detach())
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing: list[str],
+        unexpected: list[str], errors: list[str],
+    ) -> None:
         for name in self.TENSORS:
             key = prefix + name
             if key not in state_dict:

@@ -68,14 +68,14 @@ def standard_library() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def find_files(paths: Sequence[str | os.PathLike] | None = None) -> list[Path]:
+def find_files(paths: Sequence[str | os.PathLike[str]] | None = None) -> list[Path]:
     """The text files below `paths` (files or folders, in the order given, folders sorted), each once.
 
     Without paths: the standard library's own .py files, without its tests. Inside folders hidden names, __pycache__ and
     links to folders are passed over. Raises CorpusError for a path that does not exist.
     """
     standard = not paths
-    found = {}
+    found: dict[Path, Path] = {}
     for path in map(Path, paths or [standard_library()]):
         if path.is_file():
             found.setdefault(path.resolve(), path)
@@ -98,7 +98,7 @@ def _skipped(folder: str, standard: bool) -> bool:
 
 
 def read_texts(
-    files: Iterable[Path], explicit: Iterable[str | os.PathLike] = (), max_bytes: int = MAX_TEXT_BYTES
+    files: Iterable[Path], explicit: Iterable[str | os.PathLike[str]] = (), max_bytes: int = MAX_TEXT_BYTES
 ) -> tuple[list[str], int, bool]:
     """The files' contents as `(texts, skipped, cut)`.
 
@@ -196,10 +196,10 @@ def _pieces(texts: Iterable[str], size: int = 1 << 16) -> Iterator[str]:
 
 
 def load_corpus(
-    paths: Sequence[str | os.PathLike] | None = None,
+    paths: Sequence[str | os.PathLike[str]] | None = None,
     *,
     vocab_size: int = 4096,
-    cache: str | os.PathLike | None = None,
+    cache: str | os.PathLike[str] | None = None,
     max_bytes: int = MAX_TEXT_BYTES,
     min_tokens: int = 257,
 ) -> Corpus:
@@ -236,7 +236,7 @@ def load_corpus(
             raise CorpusError(
                 f"too little text: the {name} part has {len(stream)} tokens, at least {min_tokens} are needed"
             )
-    return Corpus(*streams, tokenizer, len(train), len(held_out), skipped, cut)
+    return Corpus(streams[0], streams[1], tokenizer, len(train), len(held_out), skipped, cut)
 
 
 def training_batch(

@@ -89,6 +89,8 @@ class NgramHasher:
 class HeadTables(nn.Module):
     """All heads' tables in one, `embedding.weight` [R, d], and the first row of each, buffer `offsets` int64 [C]."""
 
+    offsets: Tensor
+
     def __init__(self, sizes: tuple[int, ...], dim: int, **like: Any) -> None:
         super().__init__()
         self.embedding = MultiHeadEmbedding(sizes, dim, **like)
@@ -101,7 +103,10 @@ class HeadTables(nn.Module):
         """Give `offsets` its values again, as needed after `to_empty()`; the table resets itself."""
         self.offsets = self._offsets(self.offsets.device)
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing: list[str],
+        unexpected: list[str], errors: list[str],
+    ) -> None:
         loaded, own = state_dict.get(prefix + "offsets"), self._offsets("cpu")
         if loaded is not None and not loaded.is_meta and not torch.equal(loaded.cpu(), own):
             errors.append(f"{prefix}offsets: must be {own.tolist()}, got {loaded.tolist()} (another vocab_size, "
@@ -155,6 +160,9 @@ class EngramLayer(nn.Module):
         ValueError: a size below 1, N below 2, a negative seed, or V outside [1, 2**30).
     """
 
+    multipliers: Tensor
+    moduli: Tensor
+
     def __init__(
         self,
         hidden_size: int,
@@ -186,7 +194,7 @@ class EngramLayer(nn.Module):
         self.norm_query = nn.LayerNorm(hidden_size, **like)
         for name in ("multipliers", "moduli"):
             self.register_buffer(name, self.hasher.constants(device)[name], persistent=False)
-        self.register_load_state_dict_post_hook(_reset_constants)
+        self.register_load_state_dict_post_hook(_reset_constants)  # type: ignore[no-untyped-call]  # torch's
 
     @classmethod
     def from_config(
@@ -276,7 +284,7 @@ class EngramLayer(nn.Module):
         value = project(self.value_proj, memory).to(query.dtype)
         gated = ops.gate(query.unsqueeze(-2), key.unsqueeze(-2), value, None, None, eps=0.0, mask=visible).squeeze(-2)
         out = project(self.out_proj, gated).to(x.dtype)
-        if marks is not None:
+        if state is not None and marks is not None:
             state.history.append(marks, visible, lengths, ids=input_ids.long())
         return out if visible is None else out.masked_fill(hidden, 0)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from engram.config import EngramConfig
 from engram.nn import Engram
+from engram.state import EngramState
 from engram.vocab import TokenMap
 
 MIXINGS = ("static", "manifold")
@@ -78,7 +79,10 @@ class DecodingState:
         self.kv = like.new_zeros(shape)
         self.visible = torch.zeros(batch_size, capacity, dtype=torch.bool, device=like.device)
         self.length, self.capacity = 0, capacity
-        self.engrams = {name: layer.init_state(batch_size, max_rollback) for name, layer in model.engrams.items()}
+        self.engrams: dict[str, EngramState] = {
+            name: layer.init_state(batch_size, max_rollback)  # type: ignore[operator]  # a ModuleDict has any modules
+            for name, layer in model.engrams.items()
+        }
 
     def rollback(self, count: int) -> None:
         """Take the last `count` tokens of every sequence back."""
@@ -111,7 +115,8 @@ class Attention(nn.Module):
             kv[:, :, :, kv.shape[3] - k.shape[2] :] = torch.stack([k, v])
             k, v = kv.to(v.dtype)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        return self.out(y.transpose(1, 2).flatten(-2))
+        out: Tensor = self.out(y.transpose(1, 2).flatten(-2))
+        return out
 
 
 def rotation_table(positions: Tensor, size: int, like: Tensor) -> Tensor:
@@ -140,7 +145,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * value)
+        out: Tensor = self.down(F.silu(gate) * value)
+        return out
 
 
 class Residual(nn.Module):
@@ -218,7 +224,7 @@ def sinkhorn(logits: Tensor) -> Tensor:
     return m
 
 
-def full_precision(h: Tensor) -> AbstractContextManager:
+def full_precision(h: Tensor) -> AbstractContextManager[None]:
     """Autocast off: it would round the residual streams each time they are mixed."""
     kind = h.device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
@@ -245,7 +251,8 @@ class Block(nn.Module):
 
     def forward(self, h: Tensor, rotation: Tensor, mask: Tensor | None, kv: Tensor | None = None) -> Tensor:
         h = self.attention_residual(h, lambda x: self.attention(self.attention_norm(x), rotation, mask, kv))
-        return self.mlp_residual(h, lambda x: self.mlp(self.mlp_norm(x)))
+        h = self.mlp_residual(h, lambda x: self.mlp(self.mlp_norm(x)))
+        return h
 
 
 class LanguageModel(nn.Module):
@@ -271,9 +278,10 @@ class LanguageModel(nn.Module):
         for module in (self.embedding, *self.blocks.modules()):
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
-        for block in self.blocks:  # the sums that grow the residual stream start smaller the deeper the model
-            for linear in (block.attention.out, block.mlp.down):
-                nn.init.normal_(linear.weight, std=0.02 / (2 * len(self.blocks)) ** 0.5)
+        for module in self.blocks.modules():
+            if isinstance(module, Block):  # the sums that grow the residual stream start smaller the deeper the model
+                for linear in (module.attention.out, module.mlp.down):
+                    nn.init.normal_(linear.weight, std=0.02 / (2 * len(self.blocks)) ** 0.5)
 
     def forward(
         self,

@@ -76,7 +76,7 @@ class ShardedComparison(Comparison):
             state[name] = {"model": self.models[name].state_dict(), "optimizers": optimizers}
         return state
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint to the folder `path`, which every number of ranks can load; before the first step there is
         nothing to save.
 
@@ -90,16 +90,16 @@ class ShardedComparison(Comparison):
         except distributed.CheckpointError as error:
             raise OSError(None, str(error), str(path)) from None
 
-    def load(self, path: str | os.PathLike) -> None:
+    def load(self, path: str | os.PathLike[str]) -> None:
         """Take over a checkpoint of this very run, by whatever number of ranks. Raises CheckpointError, as Comparison."""
         metadata = read_metadata(path, self.peers)
         self._refuse_another(path, metadata)
-        state = {"state": self._state()}
+        found = {"state": self._state()}
         try:
-            distributed.load_checkpoint(state, path, self.peers.group)
+            distributed.load_checkpoint(found, path, self.peers.group)
         except distributed.CheckpointError as error:
             raise CheckpointError(str(error)) from None
-        state = state["state"]
+        state = found["state"]
         for name in NAMES:
             self.models[name].load_state_dict(state[name]["model"])
             for optimizer, entries in zip(self.optimizers[name], state[name]["optimizers"]):
@@ -109,12 +109,12 @@ class ShardedComparison(Comparison):
         self.history = json.loads(metadata["history"])
 
 
-def read_metadata(path: str | os.PathLike, peers: Peers) -> dict[str, str]:
+def read_metadata(path: str | os.PathLike[str], peers: Peers) -> dict[str, str]:
     """`training.read_metadata` of a checkpoint folder, on all ranks."""
     state = {"metadata": ""}
     try:
         distributed.load_checkpoint(state, Path(path), peers.group)
-        metadata = json.loads(state["metadata"])
+        metadata: dict[str, str] = json.loads(state["metadata"])
     except (distributed.CheckpointError, ValueError) as error:
         raise CheckpointError(str(error)) from None
     if not METADATA <= metadata.keys():

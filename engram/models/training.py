@@ -10,6 +10,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -29,7 +30,7 @@ from engram.vocab import TokenMap
 BASELINE, ENGRAM = NAMES = ("baseline", "engram")
 # What steps the tables; the rest is AdamW's. "adamw" is dense: a step costs what the table holds.
 BETAS = (0.9, 0.95)
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
     "row-wise-adam": lambda groups: optim.RowWiseAdam(groups, betas=BETAS),
     "row-wise-adagrad": lambda groups: optim.RowWiseAdagrad(groups),
     "lazy-adamw": lambda groups: optim.LazyAdamW(groups, betas=BETAS),
@@ -44,7 +45,7 @@ HELD_OUT_WINDOWS = 128
 METADATA = {"config", "step", "history", "corpus", "token_map"}  # beside the tensors of a checkpoint
 # Small enough for a dense Adam on two cores. Rows start small: beside token embeddings of std 0.02, rows of std 1 would
 # be noise that the first hundred steps are spent on removing.
-TABLES = dict(max_ngram_size=3, heads_per_ngram=4, embed_dim_per_head=16, table_std=0.02)
+TABLES: dict[str, Any] = dict(max_ngram_size=3, heads_per_ngram=4, embed_dim_per_head=16, table_std=0.02)
 
 
 class CheckpointError(ValueError):
@@ -122,7 +123,7 @@ def build_optimizers(model: nn.Module, lr: float, table_optimizer: str) -> list[
     """AdamW for the matrices, with weight decay, and for norms and taps, without; the other one for the tables."""
     matrices = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     tables = [m.weight for m in model.modules() if isinstance(m, MultiHeadEmbedding)]
-    taken = set(map(id, matrices + tables))
+    taken = set(map(id, [*matrices, *tables]))
     rest = [p for p in model.parameters() if id(p) not in taken]
     groups = [
         dict(params=matrices, lr=lr, weight_decay=WEIGHT_DECAY, peak_lr=lr),
@@ -137,12 +138,15 @@ def build_optimizers(model: nn.Module, lr: float, table_optimizer: str) -> list[
 
 def schedule(step: int, warmup: int = WARMUP_STEPS) -> float:
     """Factor of the learning rate at a step (from 0): linear warm-up, then the inverse square root."""
-    return min((step + 1) / warmup, (warmup / (step + 1)) ** 0.5)
+    falling: float = (warmup / (step + 1)) ** 0.5
+    return min((step + 1) / warmup, falling)
 
 
 def model_config(config: TrainConfig, token_map: TokenMap, with_engram: bool) -> LanguageModelConfig:
     """Of a model trained with these settings on text of that vocabulary."""
-    common = dict(vocab_size=token_map.vocab_size, hidden_size=config.hidden_size, branches=config.branches)
+    common: dict[str, Any] = dict(
+        vocab_size=token_map.vocab_size, hidden_size=config.hidden_size, branches=config.branches
+    )
     engram = None
     if with_engram:
         engram = EngramConfig(
@@ -212,7 +216,7 @@ class Trainee:
         return loss
 
     @torch.no_grad()
-    def evaluate(self, batches: list[tuple[Tensor, ...]]) -> float:
+    def evaluate(self, batches: Sequence[tuple[Tensor, ...]]) -> float:
         """Mean loss over all targets of the batches that count; NaN where none does."""
         total, count = 0.0, 0
         for batch in batches:
@@ -257,7 +261,7 @@ class Comparison:
         self.optimizers = {name: trainee.optimizers for name, trainee in self.trainees.items()}
         self.step = 0
         self.seconds = dict.fromkeys(NAMES, 0.0)  # of the steps made here
-        self.history = {"train": [], "held_out": []}
+        self.history: dict[str, list[list[float]]] = {"train": [], "held_out": []}
 
     def _trainee(self, *arguments: Any) -> Trainee:
         return Trainee(*arguments)
@@ -310,7 +314,7 @@ class Comparison:
         found = generate(self.models[name], tokens, count, temperature=temperature, generator=generator)
         return tuple(self.corpus.tokenizer.decode(ids[0].tolist()) for ids in (tokens, found))
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to `path` (safetensors). A file already there is replaced only by a complete one.
 
         Raises OSError where it cannot be written.
@@ -348,7 +352,7 @@ class Comparison:
             "token_map": self.token_map.fingerprint,
         }
 
-    def _refuse_another(self, path: str | os.PathLike, metadata: dict[str, str]) -> None:
+    def _refuse_another(self, path: str | os.PathLike[str], metadata: dict[str, str]) -> None:
         """Raises CheckpointError unless the metadata is that of this very run."""
         stored = TrainConfig.from_json(metadata["config"])
         differing = [
@@ -360,7 +364,7 @@ class Comparison:
         if metadata["corpus"] != self.corpus.fingerprint or metadata["token_map"] != self.token_map.fingerprint:
             raise CheckpointError(f"{path} was trained on another text: the files or the tokenizer have changed")
 
-    def load(self, path: str | os.PathLike) -> None:
+    def load(self, path: str | os.PathLike[str]) -> None:
         """Take over models, optimizers, step and history of a checkpoint of this very run (steps may differ).
 
         Raises CheckpointError where it cannot be read or differs in settings or text; nothing is changed then.
@@ -388,7 +392,7 @@ class Comparison:
         self.history = json.loads(metadata["history"])
 
 
-def read_metadata(path: str | os.PathLike) -> dict[str, str]:
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     """The metadata of a checkpoint. Raises CheckpointError where it is missing, damaged or of another kind."""
     from safetensors import SafetensorError, safe_open
 
@@ -404,7 +408,7 @@ def read_metadata(path: str | os.PathLike) -> dict[str, str]:
     return metadata
 
 
-def load_model(path: str | os.PathLike) -> tuple[LanguageModel, TokenMap, TrainConfig]:
+def load_model(path: str | os.PathLike[str]) -> tuple[LanguageModel, TokenMap, TrainConfig]:
     """The model with Engram layers of a checkpoint, its token map and its settings, on the CPU.
 
     Raises CheckpointError where the checkpoint cannot be read.

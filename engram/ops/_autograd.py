@@ -7,7 +7,9 @@ import torch
 from torch.autograd import forward_ad
 
 
-def differentiable(name: str, backward: Callable, setup_context: Callable) -> Callable[..., Any]:
+def differentiable(
+    name: str, backward: Callable[..., Any], setup_context: Callable[[Any, Any, Any], None]
+) -> Callable[..., Any]:
     """Register the gradient of ``engram::name``; returns the function to call the operator by, with all its arguments in
     the order of its schema.
 
@@ -19,16 +21,16 @@ def differentiable(name: str, backward: Callable, setup_context: Callable) -> Ca
     torch.library.register_autograd(f"engram::{name}", backward, setup_context=setup_context)
     operator = getattr(torch.ops.engram, name).default
 
-    def forward(ctx, *args):
+    def forward(ctx: Any, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             output = operator(*args)
         setup_context(ctx, args, output)
         return output
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    eager = type(f"engram_{name}", (torch.autograd.Function,), methods)
+    eager: Any = type(f"engram_{name}", (torch.autograd.Function,), methods)
 
-    def call(*args):
+    def call(*args: Any) -> Any:
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return operator(*args)
         # Inside a level of forward-mode AD the Function says that it has none; the operator would drop the tangents.

@@ -1,6 +1,6 @@
 """What a sequence leaves for its next tokens: rings of positions, read before the first token and appended to."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class Ring:
         first = next(iter(payload.values()))
         batch, slots = first.shape[0], max(1, reach + max_rollback)
         self.reach, self.max_rollback, self.slots = reach, max_rollback, slots
-        int64 = dict(dtype=torch.int64, device=first.device)
+        int64: dict[str, Any] = dict(dtype=torch.int64, device=first.device)
         self.tensors = {name: torch.zeros(batch, **int64) for name in self._ROWS}
         self.tensors["visible"] = torch.zeros(batch, slots, dtype=torch.bool, device=first.device)
         self.tensors |= {name: torch.zeros(batch, slots, **int64) for name in ("runs", "documents")}

@@ -1,5 +1,8 @@
 """Row lookup in multi-head tables: public function, fake kernels, autograd."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -47,18 +50,21 @@ def embedding(
 
 
 @torch.library.register_fake("engram::embedding")
-def _(table, rows, row_begin=None, mask=None, sparse_grad=False, keys=None, runs=None, count=None):
+def _(
+    table: Tensor, rows: Tensor, row_begin: int | None = None, mask: Tensor | None = None, sparse_grad: bool = False,
+    keys: Tensor | None = None, runs: Tensor | None = None, count: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     same_device("embedding", table=table, rows=rows, mask=mask, keys=keys, runs=runs, count=count)
     return table.new_empty((*rows.shape, table.shape[1]))
 
 
 @torch.library.register_fake("engram::embedding_backward")
-def _(grad_out, keys, runs, count, num_rows):
+def _(grad_out: Tensor, keys: Tensor, runs: Tensor, count: Tensor, num_rows: int) -> Tensor:
     same_device("embedding_backward", grad_out=grad_out, keys=keys, runs=runs, count=count)
     return grad_out.new_empty((num_rows, grad_out.shape[-1]))
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     table, rows, ctx.row_begin, mask, ctx.sparse_grad, *plan = inputs
     if plan[0] is None:
         ctx.save_for_backward(rows, mask)
@@ -68,7 +74,7 @@ def _setup_context(ctx, inputs, output):
 
 
 @once_differentiable
-def _backward(ctx, grad_out):
+def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     plan = ctx.saved_tensors
     if len(plan) == 2:
         rows, mask = plan
@@ -81,4 +87,4 @@ def _backward(ctx, grad_out):
     return grad, *[None] * 7
 
 
-_embedding = differentiable("embedding", _backward, _setup_context)
+_embedding: Callable[..., Tensor] = differentiable("embedding", _backward, _setup_context)

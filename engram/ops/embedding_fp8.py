@@ -38,10 +38,14 @@ def embedding_fp8(
         ValueError: a wrong dtype, shape or device; values or scales that require a gradient while one is recorded.
     """
     refuse_gradient("embedding_fp8", values=values, scales=scales)
-    return torch.ops.engram.embedding_fp8(values, scales, rows, dtype, row_begin, mask)
+    out: Tensor = torch.ops.engram.embedding_fp8(values, scales, rows, dtype, row_begin, mask)
+    return out
 
 
 @torch.library.register_fake("engram::embedding_fp8")
-def _(values, scales, rows, dtype, row_begin=None, mask=None):
+def _(
+    values: Tensor, scales: Tensor, rows: Tensor, dtype: torch.dtype, row_begin: int | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     same_device("embedding_fp8", values=values, scales=scales, rows=rows, mask=mask)
     return values.new_empty((*rows.shape, values.shape[1]), dtype=dtype)

@@ -36,10 +36,14 @@ def embedding_int8(
         ValueError: a wrong dtype, shape or device; scales that require a gradient while one is recorded.
     """
     refuse_gradient("embedding_int8", scales=scales)
-    return torch.ops.engram.embedding_int8(values, scales, rows, dtype, row_begin, mask)
+    out: Tensor = torch.ops.engram.embedding_int8(values, scales, rows, dtype, row_begin, mask)
+    return out
 
 
 @torch.library.register_fake("engram::embedding_int8")
-def _(values, scales, rows, dtype, row_begin=None, mask=None):
+def _(
+    values: Tensor, scales: Tensor, rows: Tensor, dtype: torch.dtype, row_begin: int | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     same_device("embedding_int8", values=values, scales=scales, rows=rows, mask=mask)
     return values.new_empty((*rows.shape, values.shape[1]), dtype=dtype)

@@ -1,5 +1,8 @@
 """Context gate: public function, fake kernels, autograd."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -50,7 +53,10 @@ def gate(
 
 
 @torch.library.register_fake("engram::gate")
-def _(hidden, key, value, hidden_weight, key_weight, eps, clamp=1e-6, zero_rule="sign", mask=None, residual=False):
+def _(
+    hidden: Tensor, key: Tensor, value: Tensor, hidden_weight: Tensor | None, key_weight: Tensor | None, eps: float,
+    clamp: float = 1e-6, zero_rule: str = "sign", mask: Tensor | None = None, residual: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     same_device(
         "gate", hidden=hidden, key=key, value=value, hidden_weight=hidden_weight, key_weight=key_weight, mask=mask
     )
@@ -60,11 +66,13 @@ def _(hidden, key, value, hidden_weight, key_weight, eps, clamp=1e-6, zero_rule=
 
 @torch.library.register_fake("engram::gate_backward")
 def _(
-    grad_out, hidden, key, value, hidden_weight, key_weight, stats, clamp=1e-6, zero_rule="sign", mask=None, residual=False
-):
+    grad_out: Tensor, hidden: Tensor, key: Tensor, value: Tensor, hidden_weight: Tensor | None,
+    key_weight: Tensor | None, stats: Tensor, clamp: float = 1e-6, zero_rule: str = "sign", mask: Tensor | None = None,
+    residual: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
     same_device("gate_backward", grad_out=grad_out, hidden=hidden, key=key, value=value, stats=stats, mask=mask)
 
-    def weight_grad(weight):
+    def weight_grad(weight: Tensor | None) -> Tensor:
         if weight is None:
             return hidden.new_empty((0,), dtype=accumulate_dtype(hidden))
         return weight.new_empty(weight.shape)
@@ -78,7 +86,7 @@ def _(
     )
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     *tensors, _eps, clamp, zero_rule, mask, residual = inputs
     _, stats = output
     ctx.mark_non_differentiable(stats)
@@ -87,10 +95,10 @@ def _setup_context(ctx, inputs, output):
 
 
 @once_differentiable
-def _backward(ctx, grad_out, _):
+def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, stats, mask = ctx.saved_tensors
     grads = torch.ops.engram.gate_backward(grad_out, *tensors, stats, mask=mask, **ctx.options)
     return *(None if tensor is None else grad for tensor, grad in zip(tensors, grads)), None, None, None, None, None
 
 
-_gate = differentiable("gate", _backward, _setup_context)
+_gate: Callable[..., tuple[Tensor, Tensor]] = differentiable("gate", _backward, _setup_context)

@@ -1,5 +1,8 @@
 """Gate and short convolution in one: public function, fake kernels, autograd."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -79,9 +82,12 @@ def gate_conv(
 
 @torch.library.register_fake("engram::gate_conv")
 def _(
-    hidden, key, value, hidden_weight, key_weight, conv_weight, conv_norm_weight, eps, conv_eps, dilation, clamp=1e-6,
-    zero_rule="sign", activation="silu", document_ids=None, mask=None, residual=False, past_value=None, past_stats=None,
-):  # fmt: skip
+    hidden: Tensor, key: Tensor, value: Tensor, hidden_weight: Tensor | None, key_weight: Tensor | None,
+    conv_weight: Tensor, conv_norm_weight: Tensor | None, eps: float, conv_eps: float, dilation: int,
+    clamp: float = 1e-6, zero_rule: str = "sign", activation: str | None = "silu", document_ids: Tensor | None = None,
+    mask: Tensor | None = None, residual: bool = False, past_value: Tensor | None = None,
+    past_stats: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     same_device(
         "gate_conv", hidden=hidden, key=key, value=value, hidden_weight=hidden_weight, key_weight=key_weight,
         conv_weight=conv_weight, conv_norm_weight=conv_norm_weight, document_ids=document_ids, mask=mask,
@@ -94,10 +100,12 @@ def _(
 
 @torch.library.register_fake("engram::gate_conv_backward")
 def _(
-    grad_out, hidden, key, value, hidden_weight, key_weight, conv_weight, conv_norm_weight, stats, conv_eps, dilation,
-    clamp=1e-6, zero_rule="sign", activation="silu", document_ids=None, mask=None, residual=False, past_value=None,
-    past_stats=None,
-):  # fmt: skip
+    grad_out: Tensor, hidden: Tensor, key: Tensor, value: Tensor, hidden_weight: Tensor | None,
+    key_weight: Tensor | None, conv_weight: Tensor, conv_norm_weight: Tensor | None, stats: Tensor, conv_eps: float,
+    dilation: int, clamp: float = 1e-6, zero_rule: str = "sign", activation: str | None = "silu",
+    document_ids: Tensor | None = None, mask: Tensor | None = None, residual: bool = False,
+    past_value: Tensor | None = None, past_stats: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     same_device("gate_conv_backward", grad_out=grad_out, hidden=hidden, key=key, value=value, stats=stats)
     weights = (hidden_weight, key_weight, conv_weight, conv_norm_weight)
     none = hidden.new_empty((0,), dtype=accumulate_dtype(hidden))
@@ -105,7 +113,7 @@ def _(
     return hidden.new_empty(hidden.shape), key.new_empty(key.shape), value.new_empty(value.shape), *empty
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     (
         *tensors, _eps, conv_eps, dilation, clamp, zero_rule, activation, document_ids, mask, residual, past_value,
         past_stats,
@@ -124,7 +132,7 @@ def _setup_context(ctx, inputs, output):
 
 
 @once_differentiable
-def _backward(ctx, grad_out, _):
+def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, stats, document_ids, mask, past_value, past_stats = ctx.saved_tensors
     grads = torch.ops.engram.gate_conv_backward(
         grad_out, *tensors, stats, document_ids=document_ids, mask=mask, past_value=past_value, past_stats=past_stats,
@@ -134,4 +142,4 @@ def _backward(ctx, grad_out, _):
     return *grads, *(None,) * 11
 
 
-_gate_conv = differentiable("gate_conv", _backward, _setup_context)
+_gate_conv: Callable[..., tuple[Tensor, Tensor]] = differentiable("gate_conv", _backward, _setup_context)

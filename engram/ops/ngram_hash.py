@@ -42,7 +42,7 @@ def ngram_hash(
         IndexError: an unmasked id outside ``token_map`` (on CUDA it counts as masked, unless ENGRAM_DEBUG=1).
         ValueError: a wrong dtype, shape, device or value of any other argument.
     """
-    return torch.ops.engram.ngram_hash(
+    rows: Tensor = torch.ops.engram.ngram_hash(
         token_ids,
         multipliers,
         moduli,
@@ -53,10 +53,15 @@ def ngram_hash(
         mask=mask,
         history=history,
     )
+    return rows
 
 
 @torch.library.register_fake("engram::ngram_hash")
-def _(token_ids, multipliers, moduli, offsets, pad_id, token_map=None, document_ids=None, mask=None, history=None):
+def _(
+    token_ids: Tensor, multipliers: Tensor, moduli: Tensor, offsets: Tensor, pad_id: int,
+    token_map: Tensor | None = None, document_ids: Tensor | None = None, mask: Tensor | None = None,
+    history: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     same_device(
         "ngram_hash",
         token_ids=token_ids,

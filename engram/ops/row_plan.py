@@ -13,7 +13,7 @@ class RowPlan(NamedTuple):
 
     keys: Tensor
     runs: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # of rows; nobody counts elements of a plan, as of a tuple
 
     @property
     def _slot_bits(self) -> int:  # a key is (row << slot_bits) | slot, see csrc/kernels/row_plan.h
@@ -27,7 +27,7 @@ class RowPlan(NamedTuple):
         """The first `count` touched rows, int64 ``[count]``, ascending."""
         return self.keys[self.runs[:count]] >> self._slot_bits
 
-    def index(self, count: int) -> Tensor:
+    def index(self, count: int) -> Tensor:  # type: ignore[override]  # likewise
         """Which of the `count` touched rows each slot reads, int64 ``[slots]``; `count` for slots that are skipped."""
         changes = torch.zeros_like(self.runs)
         changes[self.runs[1 : count + 1]] = 1
@@ -64,7 +64,9 @@ def row_plan(rows: Tensor, num_rows: int, *, row_begin: int | None = None, mask:
 
 
 @torch.library.register_fake("engram::row_plan")
-def _(rows, num_rows, row_begin=None, mask=None):
+def _(
+    rows: Tensor, num_rows: int, row_begin: int | None = None, mask: Tensor | None = None
+) -> tuple[Tensor, ...]:
     same_device("row_plan", rows=rows, mask=mask)
     slots = rows.numel()
     return tuple(rows.new_empty(size, dtype=torch.int64) for size in (slots, slots + 1, 1))

@@ -24,11 +24,12 @@ def row_sum(values: Tensor, keys: Tensor, runs: Tensor, count: Tensor) -> tuple[
     Raises:
         ValueError: a wrong dtype, shape or device.
     """
-    return torch.ops.engram.row_sum(values, keys, runs, count)
+    found: tuple[Tensor, Tensor] = torch.ops.engram.row_sum(values, keys, runs, count)
+    return found
 
 
 @torch.library.register_fake("engram::row_sum")
-def _(values, keys, runs, count):
+def _(values: Tensor, keys: Tensor, runs: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     same_device("row_sum", values=values, keys=keys, runs=runs, count=count)
     touched = torch.library.get_ctx().new_dynamic_size()
     return keys.new_empty(touched), values.new_empty((touched, values.shape[-1]))

@@ -72,7 +72,10 @@ def row_update(
 
 
 @torch.library.register_fake("engram::row_update")
-def _(table, first, second, grad, keys, runs, count, step, rule, lr, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0,
-      maximize=False, seed=None):
+def _(
+    table: Tensor, first: Tensor | None, second: Tensor | None, grad: Tensor, keys: Tensor | None,
+    runs: Tensor | None, count: Tensor | None, step: Tensor, rule: str, lr: float, beta1: float = 0.0,
+    beta2: float = 0.0, eps: float = 0.0, weight_decay: float = 0.0, maximize: bool = False, seed: int | None = None,
+) -> None:  # fmt: skip
     same_device("row_update", table=table, first=first, second=second, grad=grad, keys=keys, runs=runs, count=count,
                 step=step)

@@ -1,5 +1,8 @@
 """Short causal convolution: public function, fake kernels, autograd."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -65,7 +68,9 @@ def short_conv(
     return out[:, before:].contiguous()
 
 
-def mask_of_lengths(op: str, batch: int, tokens: int, lengths: Tensor, mask: Tensor | None, device) -> Tensor:
+def mask_of_lengths(
+    op: str, batch: int, tokens: int, lengths: Tensor, mask: Tensor | None, device: torch.device
+) -> Tensor:
     """``mask`` (or all True), False from ``lengths[b]`` on; bool ``[batch, tokens]``."""
     if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
         raise ValueError(f"{op}: lengths must be integer [B] = [{batch}], got {lengths.dtype} {list(lengths.shape)}")
@@ -74,13 +79,21 @@ def mask_of_lengths(op: str, batch: int, tokens: int, lengths: Tensor, mask: Ten
 
 
 @torch.library.register_fake("engram::short_conv")
-def _(x, weight, norm_weight, dilation, eps=1e-5, activation="silu", residual=True, document_ids=None, mask=None):
+def _(
+    x: Tensor, weight: Tensor, norm_weight: Tensor | None, dilation: int, eps: float = 1e-5,
+    activation: str | None = "silu", residual: bool = True, document_ids: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     same_device("short_conv", x=x, weight=weight, norm_weight=norm_weight, document_ids=document_ids, mask=mask)
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=accumulate_dtype(x))
 
 
 @torch.library.register_fake("engram::short_conv_backward")
-def _(grad_out, x, weight, norm_weight, rstd, dilation, activation="silu", residual=True, document_ids=None, mask=None):
+def _(
+    grad_out: Tensor, x: Tensor, weight: Tensor, norm_weight: Tensor | None, rstd: Tensor, dilation: int,
+    activation: str | None = "silu", residual: bool = True, document_ids: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     same_device("short_conv_backward", grad_out=grad_out, x=x, weight=weight, norm_weight=norm_weight, rstd=rstd)
     if norm_weight is None:
         grad_norm_weight = x.new_empty((0,), dtype=accumulate_dtype(x))
@@ -89,7 +102,7 @@ def _(grad_out, x, weight, norm_weight, rstd, dilation, activation="silu", resid
     return x.new_empty(x.shape), weight.new_empty(weight.shape), grad_norm_weight
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     *tensors, dilation, _eps, activation, residual, document_ids, mask = inputs
     _, rstd = output
     ctx.mark_non_differentiable(rstd)
@@ -98,7 +111,7 @@ def _setup_context(ctx, inputs, output):
 
 
 @once_differentiable
-def _backward(ctx, grad_out, _):
+def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, rstd, document_ids, mask = ctx.saved_tensors
     grads = torch.ops.engram.short_conv_backward(
         grad_out, *tensors, rstd, document_ids=document_ids, mask=mask, **ctx.options
@@ -107,4 +120,4 @@ def _backward(ctx, grad_out, _):
     return *grads, None, None, None, None, None, None
 
 
-_short_conv = differentiable("short_conv", _backward, _setup_context)
+_short_conv: Callable[..., tuple[Tensor, Tensor]] = differentiable("short_conv", _backward, _setup_context)

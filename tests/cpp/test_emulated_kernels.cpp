@@ -1,6 +1,7 @@
 // The CUDA kernels, run by the emulator, against the CPU kernels: every kernel on shapes that take each of its paths,
 // in several orders of blocks and threads. Meant for the sanitizers, the race detector above all; the full list of
 // samples runs through Python (emulated.py). Buffers have their exact size and start as NaN.
+#include "kernels/decode.h"
 #include "kernels/embedding.h"
 #include "kernels/embedding_fp8.h"
 #include "kernels/embedding_int8.h"
@@ -662,6 +663,215 @@ void test_gate_conv(int64_t B, int64_t tokens, int64_t G, int64_t D, int64_t tap
   compare(S, S_expected, what + " S");
 }
 
+// ---- Decoding ----
+
+// A state, and whatever a step writes, of exactly its size.
+template <typename K> struct DecodeState {
+  using A = accumulate_t<K>;
+  struct Marks {
+    Buffer<int64_t> position, room, runs, documents;
+    Buffer<bool> visible;
+    int64_t slots, reach, max_rollback;
+    Marks(int64_t B, int64_t reach, int64_t max_rollback)
+        : position(B),
+          room(B),
+          runs(B * std::max<int64_t>(1, reach + max_rollback)),
+          documents(runs.n),
+          visible(runs.n),
+          slots(runs.n / B),
+          reach(reach),
+          max_rollback(max_rollback) {
+      room.integers(0, max_rollback), documents.integers(0, 1);
+      for (int64_t b = 0; b < B; ++b) position[b] = b * 4;
+      for (int64_t i = 0; i < runs.n; ++i) visible[i] = uniform(0, 4) > 0, runs[i] = 1;
+    }
+    RingMarks view() {
+      return {position.data, room.data, visible.data, runs.data, documents.data, slots, reach, max_rollback};
+    }
+  };
+  Marks history, conv;
+  Buffer<int64_t> ids;
+  Buffer<K> ring_value;
+  Buffer<A> ring_stats;
+  Buffer<int64_t> token_marks, conv_runs, begin, past_ids, rows;
+  Buffer<bool> hashed, visible;
+  Buffer<A> memory, past_stats, stats;
+  Buffer<K> key, value, past_value;
+  DecodeState(int64_t B, int64_t T, int64_t G, int64_t D, int64_t orders, int64_t C, int64_t E, int64_t P,
+              int64_t max_rollback, int64_t shift)
+      : history(B, orders - 1, max_rollback),
+        conv(B, P, max_rollback),
+        ids(history.runs.n),
+        ring_value(conv.runs.n * D, shift),
+        ring_stats(conv.runs.n * (3 * G + 1)),
+        token_marks(4 * B * T),
+        conv_runs(B * (P + T)),
+        begin(B),
+        past_ids(B * (orders - 1)),
+        rows(B * T * C),
+        hashed(B * T),
+        visible(B * (P + T)),
+        memory(B * T * E),
+        past_stats(B * P * (3 * G + 1)),
+        stats(B * T * (3 * G + 1)),
+        key(B * T * G * D),
+        value(B * T * D),
+        past_value(B * P * D) {}
+  DecodeMarks marks(int64_t n) {
+    return {token_marks.data, token_marks.data + n, token_marks.data + 2 * n, past_ids.data,
+            hashed.data,      conv_runs.data,       token_marks.data + 3 * n, visible.data,
+            begin.data};
+  }
+};
+
+struct DecodeCase {
+  int64_t B, T, G, D, taps = 4, dilation = 3, orders = 3, heads = 2, d = 8, max_rollback = 0, shift = 0;
+  bool documents = false, masked = false, ragged = false, ends = false, weights = true;
+};
+
+template <typename H, typename K> void test_decode(const DecodeCase& c) {
+  using A = accumulate_t<H>;
+  const auto [B, T, G, D, taps, dilation, orders, heads, d, max_rollback, shift, documents, masked, ragged, ends,
+              weights] = c;
+  const int64_t C = (orders - 1) * heads, E = C * d, P = (taps - 1) * dilation, V = 20, n = B * T, GD = G * D;
+  const std::string what = "decode " + std::to_string(B) + "x" + std::to_string(T) + "x" + std::to_string(G) + "x" +
+                           std::to_string(D) + " E " + std::to_string(E);
+  Buffer<int64_t> token_ids(n), document_ids(n), lengths(B), multipliers(orders), moduli(C), offsets(C);
+  Buffer<int32_t> token_map(V);
+  Buffer<bool> mask(n);
+  Buffer<K> table(C * 7 * d, shift), key_proj(GD * E, shift), value_proj(D * E), key_bias(GD), value_bias(D);
+  Buffer<H> hidden(n * GD), out(n * GD), out_expected(n * GD);
+  Buffer<K> hidden_weight(GD), key_weight(GD), norm_weight(GD), conv_weight(GD * taps);  // any float dtype
+  Buffer<A> weight(GD), folded(GD * taps);
+  token_map.integers(0, 9), multipliers.integers(INT64_MIN, INT64_MAX), lengths.integers(0, T);
+  moduli.integers(1, 7);
+  for (int64_t i = 0; i < C; ++i) offsets[i] = 7 * i;
+  table.normal(), key_proj.normal(), value_proj.normal(), key_bias.normal(), value_bias.normal(), hidden.normal();
+  hidden_weight.normal(1), key_weight.normal(1), norm_weight.normal(1), conv_weight.normal();
+  for (int64_t i = 0; i < n; ++i) {
+    mask[i] = uniform(0, 3) > 0;
+    document_ids[i] = i && uniform(0, 4) ? document_ids[i - 1] : uniform(0, 1);
+    const bool read = (!masked || mask[i]) && (!ragged || i % T < lengths[i / T]);
+    token_ids[i] = read ? uniform(0, V - 1) : INT64_MIN;  // what is masked, or past the end, is never read
+  }
+
+  using State = DecodeState<K>;
+  State on_cpu(B, T, G, D, orders, C, E, P, max_rollback, 0), on_cuda(B, T, G, D, orders, C, E, P, max_rollback, shift);
+  on_cpu.ids.integers(0, V - 1), on_cpu.ring_value.normal(), on_cpu.ring_stats.normal();
+  for (int64_t i = 3 * G; i < on_cpu.ring_stats.n; i += 3 * G + 1)
+    on_cpu.ring_stats[i] = std::abs(on_cpu.ring_stats[i]);
+  const auto each = [&](const auto& f) {  // what the state is
+    for (auto ring : {&State::history, &State::conv}) {
+      auto &one = on_cuda.*ring, &other = on_cpu.*ring;
+      f(one.position, other.position), f(one.room, other.room), f(one.runs, other.runs);
+      f(one.documents, other.documents), f(one.visible, other.visible);
+    }
+    f(on_cuda.ids, on_cpu.ids);
+  };
+  each([](auto& to, auto& from) { copy(to, from); });
+  copy(on_cuda.ring_value, on_cpu.ring_value), copy(on_cuda.ring_stats, on_cpu.ring_stats);
+
+  const auto arguments = [&](State& s, H* out) {
+    const DecodeStep step{token_ids.data,
+                          documents ? document_ids.data : nullptr,
+                          masked ? mask.data : nullptr,
+                          ragged ? lengths.data : nullptr,
+                          s.history.view(),
+                          s.conv.view(),
+                          s.ids.data,
+                          B,
+                          T,
+                          dilation,
+                          2,
+                          3,
+                          ends,
+                          true,
+                          true};
+    const DecodeMarks marks = s.marks(n);
+    const NgramHash hash{marks.ids,
+                         multipliers.data,
+                         moduli.data,
+                         offsets.data,
+                         token_map.data,
+                         marks.runs,
+                         s.hashed.data,
+                         marks.history,
+                         s.rows.data,
+                         &s == &on_cpu ? token_map[2] : 2,
+                         B,
+                         T,
+                         1,
+                         orders,
+                         C,
+                         V};
+    const DecodeProducts<K> products{step,
+                                     marks,
+                                     hash,
+                                     table.data,
+                                     key_proj.data,
+                                     key_bias.data,
+                                     value_proj.data,
+                                     value_bias.data,
+                                     C * 7,
+                                     d,
+                                     E,
+                                     G,
+                                     D,
+                                     s.ring_value.data,
+                                     s.ring_stats.data,
+                                     s.memory.data,
+                                     s.key.data,
+                                     s.value.data,
+                                     s.past_value.data,
+                                     s.past_stats.data};
+    const ShortConvShape shape{B, T, G, D, taps, dilation, weights, true, true, marks.conv_runs, marks.visible, P};
+    const GateConvForward<H, K> mix{hidden.data,
+                                    s.key.data,
+                                    s.value.data,
+                                    weights ? weight.data : nullptr,
+                                    folded.data,
+                                    out,
+                                    s.stats.data,
+                                    s.past_value.data,
+                                    s.past_stats.data,
+                                    A(1e-5),
+                                    {A(1e-6), A(1e-6), weights, weights, false, true},
+                                    shape};
+    const FloatType type = std::is_same_v<K, double>  ? FloatType::float64
+                           : std::is_same_v<K, float> ? FloatType::float32
+                           : std::is_same_v<K, Half>  ? FloatType::float16
+                                                      : FloatType::bfloat16;
+    const auto any = [&](const Buffer<K>& w) { return AnyFloat{weights ? w.data : nullptr, type}; };
+    return Decode<H, K>{products,         any(hidden_weight),
+                        any(key_weight),  AnyFloat{conv_weight.data, type},
+                        any(norm_weight), mix.weight ? weight.data : nullptr,
+                        folded.data,      mix};
+  };
+  const auto a = arguments(on_cpu, out_expected.data);
+  cpu::decode_marks(a.step, a.marks, 0, B);
+  check(cpu::ngram_hash(a.hash, 0, n) == kNoBadId, what + " ids");
+  check(cpu::decode_memory<K>(a, 0, n) == kNoBadRow, what + " rows");
+  cpu::decode_project<K>(a, 0, cpu::decode_groups(GD) + cpu::decode_groups(D));
+  cpu::decode_weights(a, 0, GD);
+  cpu::decode_past<K>(a, 0, B);
+  cpu::gate_conv_stats(a.mix, 0, n);
+  cpu::gate_conv_forward(a.mix, 0, B * conv_blocks_per_row(a.mix.shape));
+  cpu::decode_append(a, 0, B);
+
+  const auto b = arguments(on_cuda, out.data);
+  int32_t bad_id = 0, bad_row = 0;
+  check(cuda::decode_project<K>(b, &bad_id, &bad_row, nullptr), what);
+  check(!bad_id && !bad_row, what + " reported");
+  compare(on_cuda.key, on_cpu.key, what + " key", 2);
+  compare(on_cuda.value, on_cpu.value, what + " value", 2);
+  copy(on_cuda.key, on_cpu.key), copy(on_cuda.value, on_cpu.value);
+  check(cuda::decode_mix(b, nullptr), what);
+  compare(out, out_expected, what);
+  each([&](auto& got, auto& expected) { check(same(got, expected, got.n), what + " state"); });
+  check(same(on_cuda.ring_value, on_cpu.ring_value, on_cpu.ring_value.n), what + " ring value");
+  compare(on_cuda.ring_stats, on_cpu.ring_stats, what + " ring stats");
+}
+
 void test_all() {
   test_hash(2, 150, 2, 3, 8, true, true, true, true);
   test_hash(3, 40, 2, 4, 3, false, true, false, true);
@@ -755,6 +965,35 @@ void test_all() {
   test_gate_conv<float, BFloat16>(2, 6, 4, 64, 4, 3, true, true, true, true, 9, 1);     // misaligned
   test_gate_conv<Half, Half>(2, 9, 3, 40, 5, 2, true, true, true, true, 6);             // any shape
   test_gate_conv<float, float>(2, 5, 2, 64, 4, 40, true, true, true, true, 100);
+
+  test_decode<float, float>({.B = 1, .T = 1, .G = 4, .D = 64});
+  test_decode<BFloat16, BFloat16>({.B = 3, .T = 1, .G = 1, .D = 40, .max_rollback = 2, .masked = true, .ends = true});
+  test_decode<Half, Half>({.B = 2, .T = 6, .G = 2, .D = 24, .documents = true, .masked = true, .ragged = true});
+  test_decode<double, double>({.B = 3,
+                               .T = 13,
+                               .G = 3,
+                               .D = 7,
+                               .taps = 3,
+                               .dilation = 2,
+                               .orders = 4,
+                               .d = 3,
+                               .documents = true,
+                               .masked = true,
+                               .ragged = true,
+                               .ends = true});                                            // any shape
+  test_decode<float, BFloat16>({.B = 2, .T = 2, .G = 4, .D = 72, .heads = 33, .d = 40});  // memory in two pieces
+  test_decode<float, Half>({.B = 5, .T = 1, .G = 1, .D = 33, .taps = 1, .orders = 2, .weights = false});
+  test_decode<float, float>({.B = 2, .T = 1, .G = 2, .D = 32, .heads = 600, .d = 4});  // rows for few tokens at a time
+  test_decode<BFloat16, BFloat16>(
+      {.B = 2, .T = 3, .G = 2, .D = 32, .d = 16, .shift = 1, .documents = true});  // misaligned
+  test_decode<float, float>({.B = 1,
+                             .T = 25,
+                             .G = 1,
+                             .D = 300,
+                             .taps = 4,
+                             .dilation = 2,
+                             .max_rollback = 1,
+                             .masked = true});  // more tokens than the ring holds, more columns than threads
 }
 
 }  // namespace

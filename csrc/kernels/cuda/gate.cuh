@@ -32,21 +32,21 @@ template <typename A> struct GateScores {
   A s, rstd_h, rstd_k;
 };
 
-// By one warp; the result is in every lane.
-template <bool kVector, typename H, typename K>
-__device__ __forceinline__ GateScores<accumulate_t<H>> gate_scores(const H* hidden, const K* key,
-                                                                   const accumulate_t<H>* weight, int64_t D,
+// By one warp; the result is in every lane. weight(d): the weights from column d on, asked for only where `weighted`.
+template <bool kVector, typename H, typename K, typename Weight>
+__device__ __forceinline__ GateScores<accumulate_t<H>> gate_scores(const H* hidden, const K* key, bool weighted,
+                                                                   const Weight& weight, int64_t D,
                                                                    const GateOptions<accumulate_t<H>>& o) {
   using A = accumulate_t<H>;
   constexpr int N = kLaneElements<H>;
   A hh = 0, kk = 0;
   CarefulSum<A> hk;
-  const auto add = [&](int64_t d, bool weighted) {
+  const auto add = [&](int64_t d, bool with_weight) {
     const auto h = load<N, kVector>(hidden + d, D - d);
     const auto k = load<N, kVector, Reuse::no>(key + d, D - d);
     A product = 0;
-    if (weighted) {
-      const auto w = load<N, kVector>(weight + d, D - d);
+    if (with_weight) {
+      const auto w = weight(d);
 #pragma unroll
       for (int i = 0; i < N; ++i) product += h[i] * k[i] * w[i];
     } else {
@@ -61,7 +61,7 @@ __device__ __forceinline__ GateScores<accumulate_t<H>> gate_scores(const H* hidd
     }
   };
   const int64_t first = static_cast<int64_t>(threadIdx.x % kWarp) * N;
-  if (weight) {
+  if (weighted) {
 #pragma unroll 4
     for (int64_t d = first; d < D; d += kWarp * N) add(d, true);
   } else {
@@ -75,6 +75,14 @@ __device__ __forceinline__ GateScores<accumulate_t<H>> gate_scores(const H* hidd
   const double product = warp_sum(hk.value());
   r.s = static_cast<A>(product) * r.rstd_h * r.rstd_k * (A(1) / std::sqrt(A(D)));
   return r;
+}
+
+template <bool kVector, typename H, typename K>
+__device__ __forceinline__ GateScores<accumulate_t<H>> gate_scores(const H* hidden, const K* key,
+                                                                   const accumulate_t<H>* weight, int64_t D,
+                                                                   const GateOptions<accumulate_t<H>>& o) {
+  const auto from = [&](int64_t d) { return load<kLaneElements<H>, kVector>(weight + d, D - d); };
+  return gate_scores<kVector>(hidden, key, weight != nullptr, from, D, o);
 }
 
 // What the stats of a row say about its gradients, each still to be multiplied by P = <grad_out, value>.

@@ -1,5 +1,4 @@
-#include "../ngram_hash.h"
-#include "launch.cuh"
+#include "ngram_hash.cuh"
 
 namespace engram::cuda {
 namespace {
@@ -7,35 +6,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kTile = 128;                      // positions of a block
 constexpr int64_t kMaxWindowBytes = 48 * 1024;  // dynamic shared memory
-
-// x mod p for 0 <= x < 2^63 with inverse = floor((2^64 - 1) / p): the estimated quotient is at most one too small.
-// A modulus of 0 breaks the contract, but must not stop the device; it reads as no modulus.
-__device__ __forceinline__ uint64_t remainder_of(uint64_t x, uint64_t p, uint64_t inverse) {
-  const uint64_t r = x - __umul64hi(x, inverse) * p;
-  return r >= p ? r - p : r;
-}
-
-// floormod of a two's complement number: for a negative m, ~m = -m - 1 counts down from p - 1.
-__device__ __forceinline__ int64_t floor_mod(uint64_t m, uint64_t p, uint64_t inverse) {
-  const bool negative = m >> 63;
-  const uint64_t r = remainder_of(negative ? ~m : m, p, inverse);
-  return static_cast<int64_t>(negative ? p - 1 - r : r);
-}
-
-// The id as the hash sees it, or false when the map does not hold it.
-__device__ __forceinline__ bool map_id(const NgramHash& a, int64_t id, int64_t& mapped) {
-  if (!a.token_map) {
-    mapped = id;
-    return true;
-  }
-  if (id < 0 || id >= a.vocab) return false;
-  mapped = __ldg(a.token_map + id);
-  return true;
-}
-
-__device__ __forceinline__ void report(int32_t* bad) {
-  if (bad) atomicExch(bad, 1);
-}
 
 // window[s * tile + i] = w[t][s] of the block's position i.
 __device__ void fill_window(const NgramHash& a, int64_t position, int64_t pad, int i, int tile, int64_t* window,
@@ -74,7 +44,7 @@ __global__ void __launch_bounds__(kThreads) ngram_hash_kernel(const NgramHash a,
   ENGRAM_DYNAMIC_SHARED(int64_t, window);  // [N, tile]
   const int64_t positions = a.batch * a.tokens, first = int64_t{blockIdx.x} * tile;
   const int count = static_cast<int>(positions - first < tile ? positions - first : tile);
-  const int64_t pad = a.token_map ? (a.pad >= 0 && a.pad < a.vocab ? int64_t{__ldg(a.token_map + a.pad)} : 0) : a.pad;
+  const int64_t pad = mapped_pad(a);
   for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads)
     fill_window(a, first + i, pad, i, tile, window, bad);
   __syncthreads();
