@@ -68,7 +68,7 @@ def load_reference_checkpoint(
     """
     op = "load_reference_checkpoint"
     layers = _layers(op, target, prefix)
-    files, stored = _find(op, path, [layer.prefix for layer in layers])
+    files, stored = find_tensors(op, path, [layer.prefix for layer in layers])
     found = [fault for layer in layers for fault in layer.faults(stored)]
     if found:
         raise ValueError(f"{op}: {'; '.join(found)}; in {', '.join(map(str, files))}")
@@ -291,7 +291,7 @@ class Stored:
         return buffer.view(DTYPES[self.dtype]).view(end - begin if self.shape else (), *self.shape[1:])
 
 
-def _find(
+def find_tensors(
     op: str, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], prefixes: list[str]
 ) -> tuple[list[Path], dict[str, Stored]]:
     """The files to read, and all tensors in them whose names begin with one of the prefixes."""

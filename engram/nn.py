@@ -281,7 +281,7 @@ class MultiHeadEmbedding(nn.Module):
         if not self.sizes or min(*self.sizes, dim, row_multiple) < 1:
             raise ValueError("MultiHeadEmbedding: needs sizes, dim and row_multiple >= 1, got "
                              f"{list(self.sizes)}, {dim} and {row_multiple}")
-        self.weight = nn.Parameter(_empty_weight(_table_rows(self.sizes, row_multiple), dim, device, dtype))
+        self.weight = nn.Parameter(empty_weight(_table_rows(self.sizes, row_multiple), dim, device, dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -352,13 +352,11 @@ class QuantizedMultiHeadEmbedding(nn.Module):
         self.dim = dim
         self.format = format
         self.out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
-        who = "QuantizedMultiHeadEmbedding"
         if not self.sizes or min(*self.sizes, dim, row_multiple) < 1:
-            raise ValueError(f"{who}: needs sizes, dim and row_multiple >= 1, got {list(self.sizes)}, {dim} and "
-                             f"{row_multiple}")
-        quantize.check_format(who, format)
-        if self.out_dtype not in (torch.float64, torch.float32, *_HALF):
-            raise ValueError(f"{who}: out_dtype must be float64, float32, bfloat16 or float16, got {out_dtype}")
+            raise ValueError("QuantizedMultiHeadEmbedding: needs sizes, dim and row_multiple >= 1, got "
+                             f"{list(self.sizes)}, {dim} and {row_multiple}")
+        if fault := self._kind_fault():
+            raise ValueError(f"QuantizedMultiHeadEmbedding: {fault}")
         values, scales = quantize.zero_table(_table_rows(self.sizes, row_multiple), dim, format, device=device)
         self.register_buffer("values", values)
         self.register_buffer("scales", scales)
@@ -367,6 +365,14 @@ class QuantizedMultiHeadEmbedding(nn.Module):
         """Set all rows to zero, as needed after `to_empty()`."""
         for buffer in (self.values, self.scales):
             buffer.view(torch.uint8).zero_()
+
+    def _kind_fault(self) -> str:
+        """What is wrong with format or out_dtype; empty if nothing."""
+        if self.format not in quantize.FORMATS:
+            return f"format must be 'fp8' or 'int8', got {self.format!r}"
+        if self.out_dtype not in (torch.float64, torch.float32, *_HALF):
+            return f"out_dtype must be float64, float32, bfloat16 or float16, got {self.out_dtype}"
+        return ""
 
     def load_float_rows(self, begin: int, rows: Tensor, *, progress: Progress = False) -> None:
         """Quantise float rows into rows [begin, begin + n) of the table, chunk by chunk.
@@ -379,14 +385,18 @@ class QuantizedMultiHeadEmbedding(nn.Module):
         Raises:
             ValueError: rows of another width, outside the table or of another dtype than float; NaN, inf or too large.
         """
+        end = self._check_float_rows(begin, rows, len(self.values))
+        out = self.values[begin:end], self.scales[begin:end]
+        quantize.quantize_table(rows, self.format, out=out, progress=progress)
+
+    def _check_float_rows(self, begin: int, rows: Tensor, total: int) -> int:
+        """Where rows of a table of so many end that is to get them from `begin` on."""
         if rows.dim() != 2 or rows.shape[1] != self.dim:
             raise ValueError(f"QuantizedMultiHeadEmbedding: rows must be [n, {self.dim}], got {describe(rows)}")
         end = begin + len(rows)
-        if begin < 0 or end > len(self.values):
-            raise ValueError(f"QuantizedMultiHeadEmbedding: rows must lie within [0, {len(self.values)}), "
-                             f"got [{begin}, {end})")
-        out = self.values[begin:end], self.scales[begin:end]
-        quantize.quantize_table(rows, self.format, out=out, progress=progress)
+        if begin < 0 or end > total:
+            raise ValueError(f"QuantizedMultiHeadEmbedding: rows must lie within [0, {total}), got [{begin}, {end})")
+        return end
 
     def forward(self, rows: Tensor, mask: Tensor | None = None, plan: ops.RowPlan | None = None) -> Tensor:
         """Look rows up.
@@ -406,8 +416,11 @@ class QuantizedMultiHeadEmbedding(nn.Module):
         if rows.dim() == 0 or rows.shape[-1] != len(self.sizes):
             raise ValueError(f"QuantizedMultiHeadEmbedding: rows must be [..., {len(self.sizes)}], "
                              f"got {describe(rows)}")
+        return self._look_up(self.values, self.scales, rows, mask=mask)
+
+    def _look_up(self, values: Tensor, scales: Tensor, rows: Tensor, **options: Any) -> Tensor:
         lookup = ops.embedding_fp8 if self.format == "fp8" else ops.embedding_int8
-        return lookup(self.values, self.scales, rows, dtype=self.out_dtype, mask=mask)
+        return lookup(values, scales, rows, dtype=self.out_dtype, **options)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         def same_dtype(buffer: Tensor) -> Tensor:
@@ -973,9 +986,10 @@ class Engram(nn.Module):
             ValueError: the names have no place for this configuration.
             RuntimeError: the table is spread over ranks.
         """
-        table = getattr(self.embedding, "weight", None)
-        if table is not None and len(table) < sum(self.embedding.sizes):
-            raise RuntimeError("Engram: the reference has whole tables, this one is spread over ranks; see load_full_weight")
+        quantized = self.config.table_dtype in QUANTIZED
+        if len(getattr(self.embedding, "values" if quantized else "weight")) < sum(self.embedding.sizes):
+            how = "load_full_table" if quantized else "load_full_weight"
+            raise RuntimeError(f"Engram: the reference has whole tables, this one is spread over ranks; see {how}")
         return reference_keys.reference_tensors(self)
 
     def extra_repr(self) -> str:
@@ -986,7 +1000,7 @@ def _table_rows(sizes: Sequence[int], row_multiple: int) -> int:
     return -(-sum(sizes) // row_multiple) * row_multiple
 
 
-def _empty_weight(rows: int, dim: int, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
+def empty_weight(rows: int, dim: int, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
     """An uninitialised table: on the CPU in memory for tables, anywhere else (meta, fake tensors) as torch does."""
     like = torch.empty(0, device=device, dtype=dtype)
     if type(like) is Tensor and like.device.type == "cpu":

@@ -335,13 +335,19 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; the gradients are unchanged then.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    values: list[Tensor] = []
-    for param in parameters:
-        if param.grad is None:
-            continue
-        if param.grad.layout == torch.sparse_coo and not param.grad.is_coalesced():
-            param.grad = _coalesce(param.grad)
-        values.append(param.grad._values() if param.grad.layout == torch.sparse_coo else param.grad)
+    total = total_norm(parameters, norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {total.item()}, so they cannot be clipped")
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for x in _gradient_values(parameters):
+        x.mul_(factor.to(x.device))
+    return total
+
+
+@torch.no_grad()
+def total_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm that `clip_grad_norm_` returns, which has the arguments in its documentation; clips nothing."""
+    values = _gradient_values([parameters] if isinstance(parameters, Tensor) else parameters)
     if not values:
         return torch.zeros(())
     device = values[0].device
@@ -349,12 +355,19 @@ def clip_grad_norm_(
     wide = torch.float64 if any(x.dtype == torch.float64 for x in values) else torch.float32
     each = torch.stack([norm.to(wide) for norm in norms]) if norms else torch.zeros(1, dtype=wide, device=device)
     total: Tensor = torch.linalg.vector_norm(each, norm_type)
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {total.item()}, so they cannot be clipped")
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for x in values:
-        x.mul_(factor.to(x.device))
     return total
+
+
+def _gradient_values(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The elements of each gradient there is; a sparse one that is not coalesced is replaced by one that is."""
+    values: list[Tensor] = []
+    for param in parameters:
+        if param.grad is None:
+            continue
+        if param.grad.layout == torch.sparse_coo and not param.grad.is_coalesced():
+            param.grad = _coalesce(param.grad)
+        values.append(param.grad._values() if param.grad.layout == torch.sparse_coo else param.grad)
+    return values
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:

@@ -76,6 +76,10 @@ def test_plan(capsys):
     assert status == 0 and [plan["sharding"] for plan in record["plans"]] == ["rows", "heads", "strided-heads"]
     assert "demo: layers 1, 15, 16 heads each, 20,692,406 rows of 64 x float32, 5.3 GB" in lines[0]
     assert any(line.split()[-6:] == ["1.77", "GB", "1.99", "GB", "1.99", "GB"] for line in lines)
+    status, lines, _ = call(capsys, "plan", "--preset", "deepseek-v4.1-flash", "--ranks", 8, "--tokens", 32768)
+    text = "\n".join(lines)
+    assert status == 0 and text.strip() in (Path(__file__).parents[1] / "docs/distributed.md").read_text()
+    assert "768,022,850 rows of 256 x float8_e4m3fn, 203 GB" in text and text.count("25.3 GB") == 3
     for options, message in (
         (["--preset", "nope"], "preset must be one of"), (["--ranks", 0], "ranks must be at least 1, got 0"),
         (["--optimizer", "adam"], "optimizer must be one of"), (["--bandwidth", 0], "bandwidth must be positive"),

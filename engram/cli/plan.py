@@ -9,7 +9,7 @@ import torch
 from engram.cli.errors import UsageError
 from engram.config import EngramConfig
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
+DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
 
 DESCRIPTION = """\
 Memory, traffic and time of the tables of a configuration, spread over ranks in each of the three ways. The formulas are
@@ -24,9 +24,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--table-size", type=int, metavar="N", help="rows of each head's table instead of the preset's")
     add("--ranks", type=int, default=8, metavar="W", help="ranks that share the tables (default: 8)")
     add("--tokens", type=int, default=4096, metavar="T", help="tokens that each rank looks up in a step (default: 4096)")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of the tables (default: bfloat16)")
+    add("--dtype", choices=DTYPES, help="of the tables, the last two with scales (default: the preset's, or bfloat16)")
     add("--optimizer", default="row-wise-adam", metavar="NAME",
-        help="of the tables: none, sgd, row-wise-adagrad, row-wise-adam or lazy-adamw (default: row-wise-adam)")
+        help="of the tables: none, sgd, row-wise-adagrad, row-wise-adam or lazy-adamw (default: row-wise-adam); quantised "
+             "tables are frozen and have none")
     add("--unique", type=float, default=1.0, metavar="U", help="share of a rank's row ids without repeats (default: 1)")
     add("--equal-tokens", action="store_true", help="whole heads with sizes known beforehand: nothing is made unique")
     add("--bandwidth", type=float, default=50, metavar="GB/S", help="of a rank's link, each direction (default: 50)")
@@ -37,24 +38,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Print the plans; returns exit status and record. Raises UsageError for a wrong value."""
     from engram.distributed.layout import SHARDINGS
-    from engram.distributed.plan import Machine, make_plan
+    from engram.distributed.plan import Machine, make_plan, table_dtype
 
     try:
         overrides = {} if options.table_size is None else {"table_size": options.table_size}
         config = EngramConfig.preset(options.preset, **overrides)
+        dtype = table_dtype(config, None if options.dtype is None else getattr(torch, options.dtype))
         machine = Machine(bandwidth=1e9 * options.bandwidth, latency=1e-6 * options.latency,
                           memory=1e9 * options.memory_bandwidth)
         plans = [
             make_plan(config, ranks=options.ranks, tokens=options.tokens, sharding=sharding,
-                      itemsize=getattr(torch, options.dtype).itemsize, unique=options.unique,
-                      equal_tokens=options.equal_tokens, optimizer=options.optimizer, machine=machine)
+                      dtype=dtype, unique=options.unique, equal_tokens=options.equal_tokens,
+                      optimizer=options.optimizer, machine=machine)
             for sharding in SHARDINGS
         ]
     except ValueError as error:
         raise UsageError(error) from None
     total = sum(plans[0].rows)
     print(f"{options.preset}: layers {', '.join(map(str, config.layer_ids))}, {config.hash_columns} heads each, "
-          f"{total:,} rows of {config.embed_dim_per_head} x {options.dtype}, {size(sum(plans[0].table_bytes))}")
+          f"{total:,} rows of {config.embed_dim_per_head} x {str(dtype).removeprefix('torch.')}, "
+          f"{size(sum(plans[0].table_bytes))}")
     print(f"{options.ranks} ranks of {options.tokens:,} tokens a step, {options.unique:.0%} of the row ids unique; "
           f"links {options.bandwidth:g} GB/s, {options.latency:g} us; memory {options.memory_bandwidth:g} GB/s\n")
     names = ("", *SHARDINGS)

@@ -364,7 +364,7 @@ class Signals:
     def anywhere(self, peers: "Peers | None") -> signal.Signals | None:
         """`caught`, after a signal to any of the ranks has become one to all of them, at the same step."""
         if peers is not None:
-            own = torch.tensor([self.caught or 0], device=peers.device_type)
+            own = torch.tensor([self.caught or 0], device=peers.device_type())
             highest = int(torch.cat(peers.gather(own)).max())
             self.caught = signal.Signals(highest) if highest else None
         return self.caught

@@ -7,9 +7,13 @@ and never summed, so the result is bit for bit that of the whole table, at any w
 from engram.distributed.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, shard_optimizer_state
 from engram.distributed.embedding import ShardedMultiHeadEmbedding
 from engram.distributed.layout import Layout
-from engram.distributed.model import clip_grad_norm_, prefetch, shard_tables, sharded_parameters
+from engram.distributed.model import (
+    clip_grad_norm_, discard_prefetched, prefetch, shard_tables, sharded_parameters,
+)
+from engram.distributed.quantized import ShardedQuantizedMultiHeadEmbedding
 
 __all__ = [
-    "CheckpointError", "Layout", "ShardedMultiHeadEmbedding", "clip_grad_norm_", "load_checkpoint", "prefetch",
-    "save_checkpoint", "shard_optimizer_state", "shard_tables", "sharded_parameters",
+    "CheckpointError", "Layout", "ShardedMultiHeadEmbedding", "ShardedQuantizedMultiHeadEmbedding", "clip_grad_norm_",
+    "discard_prefetched", "load_checkpoint", "prefetch", "save_checkpoint", "shard_optimizer_state", "shard_tables",
+    "sharded_parameters",
 ]

@@ -49,7 +49,7 @@ def shard_optimizer_state(optimizer: Optimizer, model: nn.Module) -> Optimizer:
 
     Args:
         optimizer: over parameters of `model`.
-        model: with sharded tables.
+        model: with sharded tables (quantised ones are frozen and have no state).
 
     Returns:
         optimizer.

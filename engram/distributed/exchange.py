@@ -1,5 +1,7 @@
 """The two ways of a lookup through the ranks, forward and back.
 
+Either way a rank learns which of its rows the others ask for, sends them, and gets its own in the order of `index`.
+
 `UniqueRows` sends each row once: the slots are sorted (`ops.row_plan`), each owner is told how many rows come, then the
 ids go out and the rows come back. Gradients are summed per row before they travel, in float32.
 
@@ -26,13 +28,10 @@ from engram.distributed.peers import Peers
 class Route(Protocol):
     """How the slots of one lookup reach the owners of their rows."""
 
-    ids: Tensor  # integer [received]: own rows that others ask for, negative = none
-
-    def fetch(self, peers: Peers, weight: Tensor) -> Tensor:
-        """The rows that this rank asked for."""
-
-    def expand(self, fetched: Tensor) -> Tensor:
-        """Fetched rows to slots, [..., C, d]."""
+    ids: Tensor  # integer [sum(asked)]: own rows that others ask for, negative = none
+    asked: list[int]  # how many of them each rank asks for
+    wanted: list[int]  # how many rows this rank gets from each
+    index: Tensor  # int64 [..., C]: which of the rows that this rank gets is each slot's; outside of them = none
 
     def collect(self, peers: Peers, grad: Tensor) -> Tensor:
         """The gradient [..., C, d] of the slots to that of `ids`, [received, d] in the accumulation type, on the
@@ -43,7 +42,8 @@ class UniqueRows:
     """Each row that is looked up travels once."""
 
     def __init__(self, layout: Layout, peers: Peers, rows: Tensor, mask: Tensor | None) -> None:
-        self.plan = plan = ops.row_plan(rows, layout.rows, mask=mask)
+        with peers.or_refuse(rows.device):
+            self.plan = plan = ops.row_plan(rows, layout.rows, mask=mask)
         ascending = sorted(layout.pieces)
         edges, owners, shifts = _once(layout, "pieces", rows.device, lambda: (
             [piece.begin for piece in ascending] + [layout.rows], [piece.owner for piece in ascending],
@@ -54,6 +54,7 @@ class UniqueRows:
         numbers = torch.cat([before, wanted, asked]).tolist()  # the only wait for a device
         begins = numbers[: len(edges)]
         self.wanted, self.asked = numbers[len(edges) :][: peers.size], numbers[-peers.size :]
+        peers.check_refusals(self.asked)
 
         count = begins[-1]
         unique = plan.rows(count)
@@ -68,14 +69,8 @@ class UniqueRows:
             places = torch.arange(count + 1, device=rows.device)
             places[self.order] = places[:-1].clone()
             index = places[index]
-        self.index = index.view(rows.shape)
+        self.index = index.view(rows.shape)  # slots that are skipped point behind the last row
         self.ids = peers.exchange(local.to(_id_dtype(layout)), self.wanted, self.asked)
-
-    def fetch(self, peers: Peers, weight: Tensor) -> Tensor:
-        return peers.exchange(ops.embedding(weight, self.ids[:, None])[:, 0], self.asked, self.wanted)
-
-    def expand(self, fetched: Tensor) -> Tensor:
-        return ops.embedding(fetched, self.index, row_begin=0)  # slots that are skipped point behind the last row
 
     def collect(self, peers: Peers, grad: Tensor) -> Tensor:
         _, sums = ops.row_sum(grad.to(_sum_dtype(grad)), *self.plan)
@@ -86,12 +81,10 @@ class OwnedColumns:
     """Each slot's row travels, from the rank that has its column's head. All ranks have the same number of tokens."""
 
     def __init__(self, layout: Layout, peers: Peers, rows: Tensor, mask: Tensor | None) -> None:
-        self.shape = rows.shape
-        columns = rows.shape[-1]
-        flat = rows.reshape(-1, columns)
+        flat = rows.reshape(-1, rows.shape[-1])
         tokens = flat.shape[0]
-        begins, sizes, starts = _once(layout, "heads", rows.device, lambda: (
-            layout.head_begins[:-1], layout.sizes, _head_starts(layout)))
+        begins, sizes, starts, befores, counts, places = _once(layout, "heads", rows.device, lambda: (
+            layout.head_begins[:-1], layout.sizes, *zip(*_columns(layout))))
         local = flat.long() - begins
         read = (local >= 0) & (local < sizes)
         if mask is not None:
@@ -102,27 +95,19 @@ class OwnedColumns:
         if (not rows.is_cuda or os.environ.get("ENGRAM_DEBUG") == "1") and wrong.any():
             token, column = wrong.nonzero()[0].tolist()
             low, high = layout.head_begins[column : column + 2]
-            raise IndexError(f"ShardedMultiHeadEmbedding: with equal_tokens, rows of column {column} must be in "
+            raise IndexError(f"engram.distributed: with equal_tokens, rows of column {column} must be in "
                              f"[{low}, {high}), its head, got {flat[token, column].item()}")
         local = torch.where(read, local + starts, -1)
         self.heads = layout.heads
         own = len(self.heads[peers.rank])
         self.wanted, self.asked = [tokens * len(heads) for heads in self.heads], [tokens * own] * peers.size
         self.ids = peers.exchange(self._by_owner(local.to(_id_dtype(layout))), self.wanted, self.asked)
+        index = tokens * befores + torch.arange(tokens, device=rows.device)[:, None] * counts + places
+        self.index = torch.where(read, index, -1).view(rows.shape)
 
     def _by_owner(self, x: Tensor) -> Tensor:
         """[T, C, ...] to [T * C, ...]: each rank's columns, token by token."""
-        return torch.cat([x[:, _slice(heads)].flatten(0, 1) for heads in self.heads])
-
-    def fetch(self, peers: Peers, weight: Tensor) -> Tensor:
-        return peers.exchange(ops.embedding(weight, self.ids[:, None], row_begin=0)[:, 0], self.asked, self.wanted)
-
-    def expand(self, fetched: Tensor) -> Tensor:
-        width = fetched.shape[-1]
-        out = fetched.new_empty((self.shape[:-1].numel(), self.shape[-1], width))
-        for heads, part in zip(self.heads, fetched.split(self.wanted)):
-            out[:, _slice(heads)] = part.view(len(out), len(heads), width)
-        return out.view(*self.shape, width)
+        return torch.cat([x[:, heads.start : heads.stop : heads.step].flatten(0, 1) for heads in self.heads])
 
     def collect(self, peers: Peers, grad: Tensor) -> Tensor:
         flat = grad.reshape(-1, *grad.shape[-2:])
@@ -131,7 +116,7 @@ class OwnedColumns:
 
 
 class Lookup(torch.autograd.Function):
-    """Fetched rows to slots; back, the gradient of the slots to that of the owned rows."""
+    """Rows that came to the slots that read them; back, the gradient of the slots to that of the owned rows."""
 
     @staticmethod
     def forward(
@@ -139,7 +124,7 @@ class Lookup(torch.autograd.Function):
     ) -> Tensor:
         ctx.route, ctx.peers, ctx.sparse, ctx.scale = route, peers, sparse, scale
         ctx.shape, ctx.dtype = weight.shape, weight.dtype
-        return route.expand(fetched)
+        return ops.embedding(fetched, route.index, row_begin=0)
 
     @staticmethod
     @once_differentiable
@@ -158,17 +143,16 @@ class Lookup(torch.autograd.Function):
         return grad, *[None] * 5
 
 
-def _slice(heads: range) -> slice:
-    return slice(heads.start, heads.stop, heads.step)
-
-
-def _head_starts(layout: Layout) -> list[int]:
-    """Where its owner keeps each head."""
-    starts = [0] * len(layout.sizes)
+def _columns(layout: Layout) -> list[tuple[int, int, int, int]]:
+    """Of each head: its first row where it is kept, how many heads the ranks before its owner have, how many its owner
+    has, and which of these it is."""
+    found, before = [(0, 0, 0, 0)] * len(layout.sizes), 0
     for heads in layout.heads:
-        for head, start in zip(heads, accumulate((layout.sizes[head] for head in heads), initial=0)):
-            starts[head] = start
-    return starts
+        starts = accumulate((layout.sizes[head] for head in heads), initial=0)
+        for place, (head, start) in enumerate(zip(heads, starts)):
+            found[head] = (start, before, len(heads), place)
+        before += len(heads)
+    return found
 
 
 def _once(

@@ -32,20 +32,24 @@ class Layout:
         ranks: W.
         sharding: one of the three.
         splits: for "rows" rows, for "heads" heads of each rank, 0 allowed; None: equal shares.
+        padding: rows at the end that belong to no head and are never read; whoever has the last head has them.
 
     Raises:
-        ValueError: an unknown sharding, or splits that do not add up to the table.
+        ValueError: an unknown sharding, negative padding, or splits that do not add up to the table.
     """
 
     sizes: tuple[int, ...]
     ranks: int
     sharding: str = "rows"
     splits: tuple[int, ...] | None = None
+    padding: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", tuple(map(int, self.sizes)))
         if self.sharding not in SHARDINGS:
             raise ValueError(f"sharding must be one of {', '.join(SHARDINGS)}, got {self.sharding!r}")
+        if self.padding < 0:
+            raise ValueError(f"padding must be at least 0, got {self.padding}")
         if self.splits is None:
             return
         object.__setattr__(self, "splits", tuple(map(int, self.splits)))
@@ -59,11 +63,11 @@ class Layout:
     @property
     def rows(self) -> int:
         """R, rows of the whole table."""
-        return sum(self.sizes)
+        return sum(self.sizes) + self.padding
 
     @cached_property
     def head_begins(self) -> tuple[int, ...]:
-        """The first row of each head, and R."""
+        """The first row of each head, and where the last one ends."""
         return tuple(accumulate(self.sizes, initial=0))
 
     @cached_property
@@ -84,8 +88,8 @@ class Layout:
             bounds = self._bounds(self.rows)
             ranges = [[(bounds[rank], bounds[rank + 1])] for rank in range(self.ranks)]
         else:
-            begins = self.head_begins
-            ranges = [[(begins[head], begins[head + 1]) for head in heads] for heads in self.heads]
+            bounds = [*self.head_begins[:-1], self.rows]
+            ranges = [[(bounds[head], bounds[head + 1]) for head in heads] for heads in self.heads]
         pieces: list[Piece] = []
         for rank, own in enumerate(ranges):
             local = 0

@@ -1,18 +1,21 @@
 """The ranks that share a table: collectives, and a lane beside the main one for what runs ahead."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_REFUSED = -1  # in place of a count of rows
+
 
 class Peers:
     """A process group and this rank's place in it. All copies of a module share one.
-
-    `bytes_sent` counts what this rank has sent to others in `exchange`.
 
     Args:
         group: None: all ranks.
@@ -34,41 +37,69 @@ class Peers:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("engram.distributed: this rank must be in the group")
-        self.bytes_sent = 0
-        self._worker: ThreadPoolExecutor | None = None
+        self._sent = 0
         self._side = None if prefetch_group is None else Peers(prefetch_group)
         if self._side is not None and (prefetch_group is self.group or self._ranks() != self._side._ranks()):
             raise ValueError("engram.distributed: prefetch_group must be another group of the same ranks, got "
                              f"{self._side._ranks()} for {self._ranks()}")
-        self._stream: torch.cuda.Stream | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Peers":
         return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("engram.distributed: a sharded table belongs to a process group, so it cannot be pickled; save "
+                        "its state_dict() with torch.distributed.checkpoint")
 
     def _ranks(self) -> list[int]:
         return dist.get_process_group_ranks(self.group)
 
     @property
-    def device_type(self) -> str:
-        """Where the group's collectives work."""
-        return "cuda" if "nccl" in dist.get_backend(self.group) else "cpu"
+    def bytes_sent(self) -> int:
+        """What this rank has sent to others in `exchange`, here and ahead."""
+        return self._sent + (0 if self._side is None else self._side.bytes_sent)
+
+    def device_type(self, x: Tensor | None = None) -> str:
+        """Where the group's collectives work: that of x if they do there, else the CPU if they do there."""
+        kinds = [device.type for device in self.group._device_types]
+        return next(kind for kind in (x.device.type if x is not None else "cpu", "cpu", *kinds) if kind in kinds)
 
     def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Send `send[r]` entries of x, in order of the ranks, to each rank r; get `receive[r]` from each, in order."""
         if self.size == 1:
             return x
-        self.bytes_sent += (sum(send) - send[self.rank]) * x[:1].numel() * x.element_size() if len(x) else 0
+        self._sent += (sum(send) - send[self.rank]) * x[:1].numel() * x.element_size() if len(x) else 0
         out = x.new_empty((sum(receive), *x.shape[1:]))
         dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=self.group)
         return out
 
     def exchange_counts(self, counts: Tensor) -> Tensor:
-        """int64 [W] of each rank to int64 [W] from each."""
+        """int64 [W] of each rank to int64 [W] from each. What comes back is for `check_refusals`."""
         if self.size == 1:
             return counts
         out = torch.empty_like(counts)
         dist.all_to_all_single(out, counts, group=self.group)
         return out
+
+    @contextmanager
+    def or_refuse(self, device: torch.device) -> Iterator[None]:
+        """For what comes before `exchange_counts`: what fails here fails on all ranks, so that none waits for one that
+        has given up."""
+        try:
+            yield
+        except Exception:
+            self.refuse(device)
+            raise
+
+    def refuse(self, device: torch.device) -> None:
+        """Take part in the `exchange_counts` of the others, to say that there is nothing to exchange."""
+        where = self.device_type() if device.type == "meta" else device
+        self.exchange_counts(torch.full((self.size,), _REFUSED, dtype=torch.int64, device=where))
+
+    def check_refusals(self, counts: Sequence[int]) -> None:
+        """Raise RuntimeError where one of the ranks has refused."""
+        if _REFUSED in counts:
+            raise RuntimeError(f"engram.distributed: rank {counts.index(_REFUSED)} has refused its part of a lookup, "
+                               "so no rank can have its own; the error there says why")
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Tensors of one shape from all ranks, in their order."""
@@ -87,8 +118,8 @@ class Peers:
                 raise ValueError(f"{op}: all ranks must have the same {name}, got {_short(found[0])} on rank 0 and "
                                  f"{_short(found[rank])} on rank {rank}")
 
-    def ahead(self, work: Callable[["Peers"], Any], device: torch.device) -> Future[Any]:
-        """Run `work(peers)` on a thread of its own (on CUDA with a stream of its own), one after the other.
+    def ahead(self, work: Callable[["Peers"], Any], device: torch.device) -> "Ahead":
+        """Run `work(peers)` on a thread (on CUDA with a stream), after all that was given to it before.
 
         Its collectives run in a group of their own, so they cannot get between those of the main thread.
 
@@ -96,36 +127,68 @@ class Peers:
             ValueError: a group of some ranks only, without a prefetch_group.
         """
         if self._side is None:
-            if self.size < dist.get_world_size():
-                raise ValueError("engram.distributed: prefetch needs a prefetch_group where the group is not of all "
-                                 "ranks: another dist.new_group of the same ones")
-            self._side = Peers(dist.new_group(self._ranks(), backend=dist.get_backend(self.group)))
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, "engram-prefetch")
-        if device.type != "cuda":
-            return self._worker.submit(self._run, self._side, work)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        side, stream, ready = self._side, self._stream, torch.cuda.current_stream(device).record_event()
+            if self.group not in _SIDES:
+                if self.size < dist.get_world_size():
+                    raise ValueError("engram.distributed: prefetch needs a prefetch_group where the group is not of "
+                                     "all ranks: another dist.new_group of the same ones")
+                _SIDES[self.group] = dist.new_group(
+                    self._ranks(), backend=dist.get_backend_config(self.group), timeout=_timeout(self.group))
+            self._side = Peers(_SIDES[self.group])
+        side = self._side
+        lane = _LANES.setdefault(side.group, _Lane())
 
-        def on_stream() -> Any:
+        def run() -> tuple[Any, None]:
+            with torch.no_grad():
+                return work(side), None
+
+        if device.type != "cuda":
+            return Ahead(lane.worker.submit(run), device)
+        stream = lane.stream = lane.stream or torch.cuda.Stream(device)
+        ready = torch.cuda.current_stream(device).record_event()
+
+        def on_stream() -> tuple[Any, torch.cuda.Event]:
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 stream.wait_event(ready)
-                return self._run(side, work)
+                return run()[0], stream.record_event()
 
-        return self._worker.submit(on_stream)
+        return Ahead(lane.worker.submit(on_stream), device)
 
-    def caught_up(self, device: torch.device) -> None:
-        """What was done ahead is ordered before what the caller does next."""
-        if device.type == "cuda" and self._stream is not None:
-            torch.cuda.current_stream(device).wait_stream(self._stream)
 
-    def _run(self, side: "Peers", work: Callable[["Peers"], Any]) -> Any:
-        with torch.no_grad():
-            before = side.bytes_sent
-            result = work(side)
-            self.bytes_sent += side.bytes_sent - before
-            return result
+class Ahead:
+    """What runs ahead, or is done."""
+
+    def __init__(self, future: Future[Any], device: torch.device) -> None:
+        self._future, self._device = future, device
+
+    def result(self) -> Any:
+        """Wait for it; on CUDA the current stream waits for its work. Raises what it has raised."""
+        result, event = self._future.result()
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+        return result
+
+    def forget(self) -> None:
+        """Wait for it, whatever comes of it."""
+        self._future.exception()
+
+
+class _Lane:
+    """One for each group that work runs ahead in, whoever shares it: its collectives have the same order on all ranks
+    because the calls have."""
+
+    def __init__(self) -> None:
+        self.worker = ThreadPoolExecutor(1, "engram-prefetch")
+        self.stream: torch.cuda.Stream | None = None
+
+
+_LANES: "WeakKeyDictionary[dist.ProcessGroup, _Lane]" = WeakKeyDictionary()
+_SIDES: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDictionary()  # made here, by main group
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """Of the group: new_group gives torch's default instead, whatever init_process_group was told."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def _short(value: Any) -> str:

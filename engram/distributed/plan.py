@@ -4,17 +4,21 @@ The hash spreads the slots of a head evenly over its rows, so a rank with the sh
 that share by every rank. With T tokens a rank, C columns, u the share of slots that is left once row ids are unique,
 and `away` = T C u (1 - f), `asked` = (W - 1) T C u f, a rank sends, a layer:
 
-    forward     ids    away  * (4 or 8)              rows        asked * d * (bytes of the table's dtype)
+    forward     ids    away  * (4 or 8)              rows        asked * (bytes of a row)
     backward    sums   away  * d * 4                 (8 for float64)
 
-and receives the other of the two. With whole heads and equal token counts u is 1 and gradients travel in the table's
-dtype. The slowest rank decides the time: bytes over the bandwidth of its link, sent and received at once, one latency a
-collective, and what the owner reads, writes and sums over the bandwidth of its memory.
+(the scales of a quantised row included; such a table is frozen and has no backward), and receives the other of the two.
+With whole heads and equal token counts u is 1 and gradients travel in the table's dtype. The slowest rank decides the
+time: bytes over the bandwidth of its link, sent and received at once, one latency a collective, and what the owner
+reads, writes and sums over the bandwidth of its memory.
 """
 
 from dataclasses import dataclass
 
-from engram.config import EngramConfig
+import torch
+
+from engram import quantize
+from engram.config import QUANTIZED, EngramConfig
 from engram.distributed.layout import Layout
 from engram.nn import layer_moduli
 
@@ -72,7 +76,7 @@ def make_plan(
     ranks: int,
     tokens: int,
     sharding: str = "rows",
-    itemsize: int = 2,
+    dtype: torch.dtype | None = None,
     unique: float = 1.0,
     equal_tokens: bool = False,
     optimizer: str = "row-wise-adam",
@@ -85,10 +89,10 @@ def make_plan(
         ranks: W.
         tokens: T, that each rank looks up in a step.
         sharding: of `ShardedMultiHeadEmbedding`.
-        itemsize: bytes of the table's dtype.
+        dtype: of the table, float8_e4m3fn and int8 with scales; None: `config.table_dtype`, or bfloat16.
         unique: u, the share of slots that is left once a rank's row ids are unique; 1 is the worst case.
         equal_tokens: of `ShardedMultiHeadEmbedding`.
-        optimizer: one of OPTIMIZER_STATE.
+        optimizer: one of OPTIMIZER_STATE; a quantised table has none whatever is said here.
         machine: speeds.
 
     Raises:
@@ -102,17 +106,21 @@ def make_plan(
     if optimizer not in OPTIMIZER_STATE:
         raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZER_STATE)}, got {optimizer!r}")
     every = equal_tokens and sharding != "rows"
-    columns, width = config.hash_columns, config.embed_dim_per_head
+    dtype = table_dtype(config, dtype)
+    frozen, columns, width = dtype in QUANTIZED, config.hash_columns, config.embed_dim_per_head
     slots = tokens * columns * (1.0 if every else unique)
-    sum_bytes = width * (itemsize if every else max(4, itemsize))
-    a_row, an_element = OPTIMIZER_STATE[optimizer]
-    state_bytes = (a_row + an_element * width) * max(4, itemsize)
+    row_bytes, wide = bytes_of_row(width, dtype), max(4, dtype.itemsize)
+    out_bytes = width * (2 if frozen else dtype.itemsize)  # that are read are bfloat16 then
+    sum_bytes = 0 if frozen else width * (dtype.itemsize if every else wide)
+    a_row, an_element = (0, 0) if frozen else OPTIMIZER_STATE[optimizer]
+    state_bytes = (a_row + an_element * width) * wide
 
     rows = [0] * ranks
     totals = {name: [0.0] * ranks for name in ("sent_forward", "received_forward", "sent_backward", "received_backward")}
     forward = backward = 0.0
     for layer in config.layer_ids:
-        layout = Layout(layer_moduli(config, layer), ranks, sharding)
+        sizes = layer_moduli(config, layer)
+        layout = Layout(sizes, ranks, sharding, padding=-sum(sizes) % config.row_multiple)
         id_bytes = 4 if max(layout.local_rows) < 2**31 else 8
         away, asked = [], []
         for rank, share in enumerate(shares(layout)):
@@ -120,8 +128,8 @@ def make_plan(
             away.append(slots * (1 - share))
             asked.append((ranks - 1) * slots * share)
             for name, size in (
-                ("sent_forward", away[rank] * id_bytes + asked[rank] * width * itemsize),
-                ("received_forward", asked[rank] * id_bytes + away[rank] * width * itemsize),
+                ("sent_forward", away[rank] * id_bytes + asked[rank] * row_bytes),
+                ("received_forward", asked[rank] * id_bytes + away[rank] * row_bytes),
                 ("sent_backward", away[rank] * sum_bytes),
                 ("received_backward", asked[rank] * sum_bytes),
             ):
@@ -129,16 +137,31 @@ def make_plan(
         busiest = max(*away, *asked)
         owned = max(asked) + slots * max(shares(layout))  # rows that an owner reads, its own rank's among them
         collectives = (2 if every else 3) if ranks > 1 else 0
-        forward += collectives * machine.latency + busiest * (id_bytes + width * itemsize) / machine.bandwidth
-        forward += 2 * (owned + tokens * columns) * width * itemsize / machine.memory
+        forward += collectives * machine.latency + busiest * (id_bytes + row_bytes) / machine.bandwidth
+        forward += (2 * owned * row_bytes + tokens * columns * (row_bytes + out_bytes)) / machine.memory
+        if frozen:
+            continue
         backward += (1 if ranks > 1 else 0) * machine.latency + busiest * sum_bytes / machine.bandwidth
         backward += 2 * (owned + tokens * columns) * sum_bytes / machine.memory
     return Plan(
         sharding=sharding, rows=rows,
-        table_bytes=[count * width * itemsize for count in rows],
+        table_bytes=[count * row_bytes for count in rows],
         optimizer_bytes=[count * state_bytes for count in rows],
         forward_seconds=forward, backward_seconds=backward, **totals,
     )
+
+
+def table_dtype(config: EngramConfig, dtype: torch.dtype | None = None) -> torch.dtype:
+    """What `make_plan` plans with."""
+    return dtype or config.table_dtype or torch.bfloat16
+
+
+def bytes_of_row(width: int, dtype: torch.dtype) -> int:
+    """Of one row, with the scales of a quantised one: in memory and on the wire."""
+    if dtype not in QUANTIZED:
+        return width * dtype.itemsize
+    format = "int8" if dtype == torch.int8 else "fp8"
+    return sum(tensor.nbytes for tensor in quantize.zero_table(1, width, format, device="meta"))
 
 
 def shares(layout: Layout) -> list[float]:

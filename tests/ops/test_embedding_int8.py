@@ -95,6 +95,24 @@ def test_rows_of_other_shards(function, row_begin, far):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("width", [1, 40, 256])
+def test_shards_make_up_the_table(device, dtype, index, masked, width):
+    """Each shard gives the bits of the whole table for its own rows, zeros for all others; an empty one nothing."""
+    values = torch.randint(-128, 128, (60, width), device=device).to(torch.int8)
+    scales = torch.randn(60, device=device)
+    rows = torch.randint(60, (2, 31, 3), device=device).to(index)
+    mask = torch.rand(2, 31, device=device) < 0.6 if masked else None
+    whole = ops.embedding_int8(values, scales, rows, dtype=dtype, mask=mask)
+    for begin, end in ((0, 0), (0, 13), (13, 14), (14, 60), (60, 60)):
+        shard = ops.embedding_int8(values[begin:end], scales[begin:end], rows, dtype=dtype, row_begin=begin, mask=mask)
+        inside = (begin <= rows) & (rows < end)
+        assert torch.equal(bits(shard), bits(whole) * inside[..., None])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_neighbours_are_not_read(device):
     values = torch.full((7, 65), 100, dtype=torch.int8, device=device)
     scales = torch.full((7,), torch.nan, device=device)
