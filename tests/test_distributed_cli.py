@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 for module in ("tokenizers", "safetensors", "tqdm", "matplotlib"):
     pytest.importorskip(module)
@@ -106,6 +107,27 @@ def test_contradicting_ranks(texts, tmp_path):
     )):
         for status, line in ends(by_hand(texts, tmp_path / str(number), *options)):
             assert status == 2 and message in line, line
+
+
+def test_a_signal_while_ranks_ask_each_other():
+    """It is for the next time they do, on all of them: neither lost nor seen by one alone."""
+    from engram.cli.train import Signals
+
+    class Two:
+        comes = True
+
+        def device_type(self):
+            return "cpu"
+
+        def gather(self, own):
+            if self.comes:
+                signals.note(signal.SIGTERM, None)
+            return [own, torch.zeros_like(own)]
+
+    signals, peers = Signals(), Two()
+    assert signals.anywhere(peers) is None
+    peers.comes = False
+    assert signals.anywhere(peers) is signals.anywhere(peers) is signal.SIGTERM
 
 
 @pytest.mark.slow

@@ -215,11 +215,12 @@ def train(options: argparse.Namespace, peers: "Peers | None" = None) -> tuple[in
 
     with Signals() as signals:
         train_steps(comparison, options, checkpoint, signals, peers)
-        if signals.caught is None:
+        if signals.anywhere(peers) is None:
             losses = comparison.evaluate()
         comparison.save(checkpoint)
         if first_rank:
             plot(comparison.history, options.out / PLOT)
+        stopped = signals.anywhere(peers)
 
     record: dict[str, Any] = {
         "step": comparison.step,
@@ -235,11 +236,11 @@ def train(options: argparse.Namespace, peers: "Peers | None" = None) -> tuple[in
     }
     if peers is not None:
         record["ranks"] = peers.size
-    if signals.caught is not None:
+    if stopped is not None:
         command = "engram train --resume" + ("" if str(options.out) == "engram-run" else f" --out {options.out}")
-        print(f"\nstopped by {signals.caught.name}; saved step {comparison.step} of {config.steps}")
+        print(f"\nstopped by {stopped.name}; saved step {comparison.step} of {config.steps}")
         print(f"continue: {command}")
-        return 128 + signals.caught, record
+        return 128 + stopped, record
     change = 100 * (losses[ENGRAM] / losses[BASELINE] - 1)
     record |= {"held_out": losses, "difference_percent": change}
     print(f"\nheld-out loss after {comparison.step} steps of {config.tokens} tokens ({record['seconds']:.0f} s)")
@@ -362,11 +363,14 @@ class Signals:
             signal.signal(number, handler)
 
     def anywhere(self, peers: "Peers | None") -> signal.Signals | None:
-        """`caught`, after a signal to any of the ranks has become one to all of them, at the same step."""
-        if peers is not None:
-            own = torch.tensor([self.caught or 0], device=peers.device_type())
-            highest = int(torch.cat(peers.gather(own)).max())
-            self.caught = signal.Signals(highest) if highest else None
+        """The signal to any of the ranks, the same on all of them; it is `caught` on all then."""
+        if peers is None:
+            return self.caught
+        own = torch.tensor([self.caught or 0], device=peers.device_type())
+        highest = int(torch.cat(peers.gather(own)).max())
+        if not highest:
+            return None  # whatever was caught since: the others do not know of it, and hear at the next call
+        self.caught = signal.Signals(highest)
         return self.caught
 
     def note(self, number: int, _frame: FrameType | None) -> None:
