@@ -4,6 +4,7 @@ A block that imports one of OPTIONAL which is not installed ends its document th
 """
 import importlib.util
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -19,8 +20,17 @@ DOCUMENTS = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob(
 OPTIONAL = ("transformers", "accelerate", "peft", "lightning")
 
 
+@pytest.fixture
+def environment():
+    """What a recipe sets, as torchrun would, ends with it."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_code_runs(path):
+def test_code_runs(path, environment):
     torch.manual_seed(0)
     namespace = {}
     for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
