@@ -303,7 +303,8 @@ def test_side_stream(op, before, after):
 
 
 @needs_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs two GPUs, torch.cuda.device_count() is {torch.cuda.device_count()}")
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason=f"needs two GPUs, torch.cuda.device_count() is {torch.cuda.device_count()}")
 @pytest.mark.parametrize("op", LARGE)
 def test_another_device_than_the_current_one(op):
     results = []
