@@ -20,7 +20,15 @@ except ImportError as error:
         f"`python -m pip install .` (`-e .` inside the source tree) in this environment ({error})"
     ) from error
 
-from engram import nn, ops, profiling, reference
+try:
+    from engram import nn, ops, profiling, reference
+except (AttributeError, RuntimeError) as error:  # how torch says that there is no such operator
+    if not any(name in str(error) for name in ("engram::", "'engram' object")):
+        raise
+    raise ImportError(
+        f"engram's compiled part ({_C.__file__}) is older than its Python files: run `python -m pip install -e .` in "
+        f"the source tree again ({error})"
+    ) from error
 from engram.config import EngramConfig
 from engram.storage import empty_table, huge_page_share
 from engram.vocab import TokenMap

@@ -37,7 +37,7 @@ try:
     from transformers.utils import cached_file
 except ImportError as error:
     raise ImportError(
-        f'engram.hf needs transformers 4.57 or newer: python -m pip install "engram-torch[hf]" ({error})'
+        f'engram.hf needs transformers 4.57 or newer: python -m pip install "transformers>=4.57" safetensors ({error})'
     ) from error
 
 __all__ = ["MODEL_TYPES", "add_engram", "load_engram", "set_train_mode", "clip_sparse_gradients"]

@@ -1050,7 +1050,10 @@ def layer_moduli(config: EngramConfig, layer_id: int) -> tuple[int, ...]:
 def _map_fault(config: EngramConfig, vocab_size: int, compressed_vocab_size: int) -> str:
     """Why a token map of these sizes does not fit the configuration; empty if it does."""
     if vocab_size != config.vocab_size:
-        return f"token_map must map vocab_size = {config.vocab_size} ids, got {vocab_size}"
+        fault = f"token_map must map vocab_size = {config.vocab_size} ids, got {vocab_size}"
+        # A model's embedding often has more rows than its tokenizer has tokens.
+        more = f" (TokenMap.from_tokenizer(..., vocab_size={config.vocab_size}) fills it up)"
+        return fault + (more if vocab_size < config.vocab_size else "")
     if config.compressed_vocab_size not in (None, compressed_vocab_size):
         return f"token_map must map to compressed_vocab_size = {config.compressed_vocab_size} ids, " \
                f"got {compressed_vocab_size}"

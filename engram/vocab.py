@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from engram.progress import Progress, reporting
 
 _SENTINEL = "\ue000"  # keeps a key that is one space alive through Strip
-_INSTALL = 'TokenMap.from_tokenizer needs the tokenizers package: python -m pip install "engram-torch[train]"'
+_INSTALL = "TokenMap.from_tokenizer needs the tokenizers package: python -m pip install tokenizers"
 
 
 class TokenMap:

@@ -321,7 +321,7 @@ def test_a_missing_extra(capsys, monkeypatch, module, tmp_path):
     monkeypatch.setitem(sys.modules, module, None)
     status, _, error = call(capsys, "train", "--out", tmp_path / "run")
     assert status == 2
-    assert error == f'engram: error: {module} is not installed; run: python -m pip install "engram-torch[train]"\n'
+    assert error == f"engram: error: {module} is not installed; run: python -m pip install {module}\n"
 
 
 def test_divergence_is_reported(capsys, texts, tmp_path):

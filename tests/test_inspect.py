@@ -30,6 +30,16 @@ def config_file(tmp_path):
     return path
 
 
+def test_the_config_of_a_transformers_model(capsys, config_file):
+    """config.json as engram.hf saves it, the Engram's configuration inside; its folder has no weights we could read."""
+    expected = inspect_json(capsys, config_file)[0]["sizes"]
+    config_file.write_text(json.dumps(
+        {"model_type": "llama", "hidden_size": 8, "engram": {"config": json.loads(config_file.read_text())}}))
+    assert inspect_json(capsys, config_file)[0]["sizes"] == expected
+    status, _, error = call(capsys, "inspect", config_file.parent)
+    assert status == 2 and "name its config.json" in error
+
+
 def test_sizes_of_a_preset(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     record, text = inspect_json(capsys, "deepseek-v4.1-flash")
@@ -133,7 +143,7 @@ def test_without_matplotlib(capsys, texts, tmp_path, config_file, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     record, text = inspect_json(capsys, config_file, "--text", texts, "--out", tmp_path / "out", "--tokens", 50)
     assert record["plots"] == [] and record["hash"]["orders"] and not (tmp_path / "out").exists()
-    assert 'no PNGs: matplotlib is not installed; run: python -m pip install "engram-torch[train]"' in text
+    assert "no PNGs: matplotlib is not installed; run: python -m pip install matplotlib" in text
 
 
 @pytest.mark.parametrize("module", ["tokenizers", "safetensors"])

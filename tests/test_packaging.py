@@ -1,4 +1,6 @@
-"""What is shipped: the sdist has all that a build, the tests and the documents need, and nothing built."""
+"""What is shipped: the sdist has all that a build, the tests and the documents need, and nothing built; and what is said
+where the pieces of an installation do not fit."""
+import re
 import shutil
 import subprocess
 import sys
@@ -37,3 +39,26 @@ def test_the_sdist_has_all_sources(tmp_path):
     assert sources(tree) - names == set()
     assert not [name for name in names if name.endswith(BUILT)]
     assert {"engram/py.typed", "engram/_C.pyi", "csrc/bindings/library.cpp", "csrc/kernels/scalar.h"} <= names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", ["decode", "gate"])     # an op without a gradient, and one with
+def test_a_build_older_than_the_python_files(missing):
+    """One sentence that says what to do, not torch's about an operator."""
+    program = f"""
+import torch
+
+register = torch.library.register_fake
+
+def without_it(name):
+    if name == "engram::{missing}":
+        raise RuntimeError(f"operator {{name}} does not exist")
+    return register(name)
+
+torch.library.register_fake = without_it
+import engram
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.search(r"^ImportError: engram's compiled part \(.*\) is older than its Python files: run ", done.stderr,
+                     re.MULTILINE), done.stderr

@@ -198,5 +198,5 @@ def check_one(op: str, device: str, dtype: torch.dtype, tolerance: tuple[float, 
     except Exception as error:  # noqa: BLE001  an operator that raises is a finding like any other
         record |= {"ok": False, "error": f"{type(error).__name__}: {error}"}
         text = record["error"].splitlines()[0]
-    print(f"{op:12} {device:5} {record['dtype']:9} {text:40} {'ok' if record['ok'] else 'FAILED'}", flush=True)
+    print(f"{op:14} {device:5} {record['dtype']:9} {text:40} {'ok' if record['ok'] else 'FAILED'}", flush=True)
     return record

@@ -15,4 +15,4 @@ def require(*modules: str) -> None:
         except ModuleNotFoundError as error:
             if error.name != name:
                 raise
-            raise UsageError(f'{name} is not installed; run: python -m pip install "engram-torch[train]"') from None
+            raise UsageError(f"{name} is not installed; run: python -m pip install {name}") from None

@@ -124,7 +124,8 @@ def load(name: str, overrides: list[str]) -> Subject:
         if path.is_dir():
             path = path / CHECKPOINT
             if not path.is_file():
-                raise UsageError(f"no {CHECKPOINT} in {name}")
+                raise UsageError(f"no {CHECKPOINT} in {name}, so it is no folder of engram train; of a model saved by "
+                                 f"transformers name its config.json")
         if not path.is_file():
             raise UsageError(f"{name} is neither a file nor a preset; presets: {', '.join(_PRESETS)}")
         if path.suffix == ".safetensors":
@@ -137,6 +138,8 @@ def load(name: str, overrides: list[str]) -> Subject:
             raise UsageError(f"{name} is neither JSON nor a .safetensors file: {error}") from None
         if not isinstance(values, dict):
             raise UsageError(f"{name} must hold an EngramConfig as a JSON object, got {type(values).__name__}")
+        if isinstance(saved := values.get("engram"), dict):  # config.json of a model with engram.hf's layers
+            values = saved.get("config", saved)
         return Subject(name, EngramConfig.from_dict({**values, **given}))
     except ValueError as error:
         raise UsageError(f"{name}: {error}") from None
@@ -274,7 +277,7 @@ def plot(hashed: HashStatistics, gates: GateRecord | None, out: Path) -> list[Pa
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print('\nno PNGs: matplotlib is not installed; run: python -m pip install "engram-torch[train]"')
+        print("\nno PNGs: matplotlib is not installed; run: python -m pip install matplotlib")
         return []
     layers = sorted({usage.layer_id for usage in hashed.orders}, key=[u.layer_id for u in hashed.orders].index)
     colors = {order: f"C{i}" for i, order in enumerate(sorted({usage.order for usage in hashed.orders}))}
