@@ -1,24 +1,8 @@
 #include "kernels/embedding.h"
+#include "lookup.h"
 #include "row_sum.h"
 
 namespace engram {
-namespace {
-
-template <typename Index> void launch(const Cpu&, const char* op, const EmbeddingForward<Index>& a) {
-  const int64_t bad = parallel_first(a.slots, grain_for(a.row_bytes / 4 + 64),
-                                     [&](int64_t begin, int64_t end) { return cpu::embedding_forward(a, begin, end); });
-  if (bad != kNoBadRow) bad_row(op, std::to_string(a.rows[bad]), a.table_rows);
-}
-
-#ifdef ENGRAM_CUDA_BODIES
-template <typename Index>
-void launch(const Cuda& device, const char* op, const EmbeddingForward<Index>& a, const DebugFlag& debug) {
-  device.check(cuda::embedding_forward(a, debug.pointer(), device.stream));
-  if (debug.raised()) bad_row(op, "a row outside", a.table_rows);
-}
-#endif
-
-}  // namespace
 
 // sparse_grad and the plan decide how the gradient is computed (engram/ops/embedding.py); the forward has no use for
 // them.
@@ -32,10 +16,8 @@ Tensor embedding(Tensor table, Tensor rows, std::optional<int64_t> row_begin, Op
   const int64_t columns = check_rows(op, rows, row_begin, mask);
   if (keys && runs && count) checked_plan(op, *keys, *runs, *count, rows.numel(), table.size(0), table);
   table = as_contiguous(table);
-  Sizes sizes = sizes_of(rows);
-  sizes.push_back(table.size(1));
   const Device device(table);
-  Tensor out = empty(table, sizes);
+  Tensor out = empty_rows(table, rows, table.size(1), table.scalar_type());
   dispatch_index(rows, [&]<typename Index>() {
     const EmbeddingForward<Index> a{static_cast<const char*>(table.const_data_ptr()),
                                     rows.const_data_ptr<Index>(),
@@ -47,9 +29,11 @@ Tensor embedding(Tensor table, Tensor rows, std::optional<int64_t> row_begin, Op
                                     table.size(1) * static_cast<int64_t>(table.element_size()),
                                     row_begin.value_or(0),
                                     row_begin.has_value()};
-    if constexpr (std::is_same_v<Device, Cpu>) launch(device, op, a);
+    if constexpr (std::is_same_v<Device, Cpu>)
+      look_up(device, op, a, a.row_bytes / 4 + 64,
+              [&](int64_t begin, int64_t end) { return cpu::embedding_forward(a, begin, end); });
 #ifdef ENGRAM_CUDA_BODIES
-    else launch(device, op, a, DebugFlag(rows));
+    else look_up(device, op, a, rows, [&](auto flag, auto stream) { return cuda::embedding_forward(a, flag, stream); });
 #endif
   });
   return out;

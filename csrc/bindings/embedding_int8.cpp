@@ -1,45 +1,25 @@
 #include "kernels/embedding_int8.h"
-#include "row_plan.h"
+#include "lookup.h"
 
 namespace engram {
-namespace {
-
-constexpr const char* kOp = "embedding_int8";
-
-template <typename T, typename Index> void launch(const Cpu&, const EmbeddingInt8<T, Index>& a) {
-  const int64_t bad = parallel_first(a.slots, grain_for(a.width + 64),
-                                     [&](int64_t begin, int64_t end) { return cpu::embedding_int8(a, begin, end); });
-  if (bad != kNoBadRow) bad_row(kOp, std::to_string(a.rows[bad]), a.table_rows);
-}
-
-#ifdef ENGRAM_CUDA_BODIES
-template <typename T, typename Index>
-void launch(const Cuda& device, const EmbeddingInt8<T, Index>& a, const DebugFlag& debug) {
-  device.check(cuda::embedding_int8(a, debug.pointer(), device.stream));
-  if (debug.raised()) bad_row(kOp, "a row outside", a.table_rows);
-}
-#endif
-
-}  // namespace
 
 template <typename Device>
 Tensor embedding_int8(Tensor values, Tensor scales, Tensor rows, ScalarType dtype, std::optional<int64_t> row_begin,
                       OptionalTensor mask) {
-  require(values.scalar_type() == ScalarType::Char && values.dim() == 2, kOp, "values", "int8 [R, d]", values);
+  constexpr const char* op = "embedding_int8";
+  require(values.scalar_type() == ScalarType::Char && values.dim() == 2, op, "values", "int8 [R, d]", values);
   const int64_t R = values.size(0), d = values.size(1);
-  require_device(kOp, "scales", scales, values);
-  require(scales.scalar_type() == ScalarType::Float, kOp, "scales", "float32", scales);
-  require_sizes(kOp, "scales", scales, {R}, "[R]");
-  require_device(kOp, "rows", rows, values);
-  const int64_t columns = check_rows(kOp, rows, row_begin, mask);
-  if (!is_float(dtype)) fail(kOp, "dtype", "float64, float32, bfloat16 or float16", name_of(dtype));
+  require_device(op, "scales", scales, values);
+  require(scales.scalar_type() == ScalarType::Float, op, "scales", "float32", scales);
+  require_sizes(op, "scales", scales, {R}, "[R]");
+  require_device(op, "rows", rows, values);
+  const int64_t columns = check_rows(op, rows, row_begin, mask);
+  if (!is_float(dtype)) fail(op, "dtype", "float64, float32, bfloat16 or float16", name_of(dtype));
 
   values = as_contiguous(values);
   scales = as_contiguous(scales);
-  Sizes sizes = sizes_of(rows);
-  sizes.push_back(d);
   const Device device(values);
-  Tensor out = empty(values, sizes, dtype);
+  Tensor out = empty_rows(values, rows, d, dtype);
   dispatch_float(out, [&]<typename T>() {
     dispatch_index(rows, [&]<typename Index>() {
       const EmbeddingInt8<T, Index> a{values.const_data_ptr<int8_t>(),
@@ -53,9 +33,10 @@ Tensor embedding_int8(Tensor values, Tensor scales, Tensor rows, ScalarType dtyp
                                       d,
                                       row_begin.value_or(0),
                                       row_begin.has_value()};
-      if constexpr (std::is_same_v<Device, Cpu>) launch(device, a);
+      if constexpr (std::is_same_v<Device, Cpu>)
+        look_up(device, op, a, d + 64, [&](int64_t i, int64_t end) { return cpu::embedding_int8(a, i, end); });
 #ifdef ENGRAM_CUDA_BODIES
-      else launch(device, a, DebugFlag(rows));
+      else look_up(device, op, a, rows, [&](auto flag, auto stream) { return cuda::embedding_int8(a, flag, stream); });
 #endif
     });
   });

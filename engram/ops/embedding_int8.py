@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from engram.ops._fake import same_device
-from engram.ops._frozen import refuse_gradient
+from engram.ops._frozen import refuse_gradient, register_fake_lookup
 
 
 def embedding_int8(
@@ -40,10 +39,4 @@ def embedding_int8(
     return out
 
 
-@torch.library.register_fake("engram::embedding_int8")
-def _(
-    values: Tensor, scales: Tensor, rows: Tensor, dtype: torch.dtype, row_begin: int | None = None,
-    mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    same_device("embedding_int8", values=values, scales=scales, rows=rows, mask=mask)
-    return values.new_empty((*rows.shape, values.shape[1]), dtype=dtype)
+register_fake_lookup("embedding_int8")
