@@ -118,7 +118,7 @@ def hash_statistics(
         mask: bool [B, T], False = not a token, and not counted.
 
     Raises:
-        What `hash` raises for these arguments.
+        ValueError: what `hash` does not take either.
     """
     rows = hash(token_ids, document_ids=document_ids, mask=mask)
     whole = copy.deepcopy(hash)  # the same n-grams before they are reduced to a table

@@ -1,11 +1,13 @@
 """The ranks that share a table: collectives, and a lane beside the main one for what runs ahead."""
 
+import atexit
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -42,6 +44,7 @@ class Peers:
         if self._side is not None and (prefetch_group is self.group or self._ranks() != self._side._ranks()):
             raise ValueError("engram.distributed: prefetch_group must be another group of the same ranks, got "
                              f"{self._side._ranks()} for {self._ranks()}")
+        _ALIVE.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Peers":
         return self
@@ -183,6 +186,16 @@ class _Lane:
 
 _LANES: "WeakKeyDictionary[dist.ProcessGroup, _Lane]" = WeakKeyDictionary()
 _SIDES: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDictionary()  # made here, by main group
+_ALIVE: "WeakSet[Peers]" = WeakSet()
+
+
+@atexit.register
+def _let_go() -> None:
+    """End the threads of destroyed groups while there is an interpreter: one that lets go of its last tensor after that
+    waits for a lock that is gone, and takes the process down (torch 2.13)."""
+    for peers in list(_ALIVE):
+        del peers.group, peers._side
+    gc.collect()
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
