@@ -188,13 +188,14 @@ def judge(row: dict) -> list[dict]:
 
 
 # Far below what is wanted and what was ever measured: a guard says that something broke, on any machine and however
-# loaded, within a minute and without a compiler.
+# loaded, within a minute and without a compiler. With AVX2 alone (an EPYC of two cores) the first three ratios are a third
+# to a half of those with AVX-512.
 GUARDS: list[tuple[str, str, str, str, list[Goal]]] = [
-    ("gate_conv", FORWARD, "A", F32, [times_faster("eager", 5)]),
-    ("gate_conv", BOTH, "A", F32, [times_faster("eager", 4)]),
-    ("gate_conv", FORWARD, "B", BF16, [times_faster("eager", 3)]),
-    ("ngram_hash", FORWARD, "H", F32, [times_faster("numpy demo", 4), times_faster("torch", 1.5)]),
+    ("gate_conv", FORWARD, "A", F32, [times_faster("eager", 3)]),
+    ("gate_conv", BOTH, "A", F32, [times_faster("eager", 2.5)]),
+    ("gate_conv", FORWARD, "B", BF16, [times_faster("eager", 1.2)]),
+    ("ngram_hash", FORWARD, "H", F32, [times_faster("numpy demo", 2.5), times_faster("torch", 1.3)]),
     ("embedding", FORWARD, "B", F32, [times_faster("F.embedding", 0.6)]),
-    ("module", FORWARD, "A", F32, [times_faster("eager", 1.1)]),
+    ("module", FORWARD, "A", F32, [times_faster("eager", 1.05)]),
     ("module", BOTH, "A", F32, [times_faster("eager", 1.2)]),
 ]
